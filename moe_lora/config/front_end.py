@@ -195,6 +195,12 @@ class LimitsConfig(Settings):
     max_queued_tokens_per_client: int = setting(1 << 21, least=1)
     """The same, of one client; then 429. One choice may always wait."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_bodies_bytes", "max_bodies_bytes_per_client"):
+            if (most := self.max_body_bytes) > (16 << 10) + (bound := getattr(self, name)):
+                raise ConfigError(f"max_body_bytes={most} must be at most 16 KiB above {name}={bound}")
+
 
 def _check_origins(place: str, origins: tuple[str, ...]) -> None:
     """A browser sends scheme://host[:port], and nothing behind it; what differs never matches."""

@@ -70,7 +70,7 @@ def create_app(frontend: Frontend) -> FastAPI:
     is_open = keys is None and access.admin_address is None
     if not is_open:
         app.add_middleware(Access, keys=keys, address=access.admin_address, count=frontend.limits.count)
-    app.add_middleware(RequestIds, caller=ANYONE if is_open else NO_ADMIN)
+    app.add_middleware(RequestIds, caller=ANYONE if is_open else NO_ADMIN, origins=access.cors_origins)
     if access.cors_origins:
         app.add_middleware(
             CORSMiddleware,

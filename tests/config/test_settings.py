@@ -19,7 +19,7 @@ from bench.pages.setting_tables import option_table, section_table, with_tables
 from moe_lora import LLM
 from moe_lora.cli.main import main
 from moe_lora.cli.options import section_options, sections_of
-from moe_lora.config import EngineConfig, FrontEndConfig, LoraServerConfig
+from moe_lora.config import EngineConfig, FrontEndConfig, LimitsConfig, LoraServerConfig
 from moe_lora.config.cluster import SECTIONS, ClusterConfig, cluster_of, cluster_text, read_cluster
 from moe_lora.config.front_end import FrontEndPlace
 from moe_lora.config.optional_parts import EmulationConfig, StageTime, StepProfile
@@ -176,3 +176,11 @@ def test_settings_start_without_torch_and_yaml() -> None:
 def test_fixed_settings_of_a_file_are_checked(tmp_path: Path, fixed: object, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         cluster_of({"model_dir": ".", "fixed": fixed}, tmp_path)
+
+
+def test_a_body_that_no_client_may_send_is_refused_at_the_start() -> None:
+    """The first 16 KiB of a body count for no client."""
+    LimitsConfig(max_body_bytes=1 << 24, max_bodies_bytes_per_client=(1 << 24) - (1 << 14))
+    for most in ("max_bodies_bytes_per_client", "max_bodies_bytes"):
+        with pytest.raises(ConfigError, match=f"max_body_bytes=16777216 .*{most}=16760831"):
+            LimitsConfig(max_body_bytes=1 << 24, **{most: (1 << 24) - (1 << 14) - 1})

@@ -287,3 +287,26 @@ def test_origins_that_are_named_may_call_from_a_browser(engine, tokenizer):
 def test_no_origin_may_where_none_is_named(server):
     answer = server.http.get("/v1/models", headers={"Origin": "https://app.example.com"})
     assert "access-control-allow-origin" not in answer.headers
+
+
+CHANGES = [
+    *(("POST", path) for path in ("/wake_up", "/resume", "/continue_generation", "/v1/files")),
+    *(("POST", "/v1/adapters/x/unpin"), ("POST", "/v1/load_lora_adapter"), ("GET", "/flush_cache")),
+]
+
+
+@pytest.mark.parametrize("origins", [(), ("https://app.example.com",), ("*",)])
+def test_pages_of_other_sites_change_nothing(engine, tokenizer, origins):
+    """Browsers send a POST without a JSON body, and a GET, without permission."""
+    app = app_of(engine, tokenizer, cors_origins=origins)
+    with ServerThread(app) as thread, as_served(thread.url, engine) as served:
+        for origin in ("https://app.example.com", "null", thread.url, None):
+            headers = {} if origin is None else {"Origin": origin}
+            is_foreign = origin not in (*origins, thread.url, None) and origins != ("*",)
+            for method, path in CHANGES:
+                answer = served.http.request(method, path, headers=headers)
+                assert (answer.status_code == 403) == is_foreign, (origin, method, path)
+                assert ("front_end.cors_origins" in answer.text) == is_foreign
+            assert served.http.get("/v1/models", headers=headers).status_code == 200
+            body = {"model": "base", "prompt": "a", "max_tokens": 1}
+            assert served.http.post("/v1/completions", json=body, headers=headers).status_code == 200

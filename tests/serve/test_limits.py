@@ -168,6 +168,7 @@ def test_a_body_of_too_many_bytes_is_413_before_it_is_sent_and_when_it_goes_on_w
 
 def test_bodies_under_way_are_bounded_for_each_client_and_in_all(tokenizer):
     limits = {"max_bodies_bytes": 6000, "max_bodies_bytes_per_client": 4000}
+    limits["max_body_bytes"] = UNCOUNTED_BYTES + 4000
     start = START + b"Content-Length: %d\r\n\r\n{" % (UNCOUNTED_BYTES + 3000)
     with limited_server(tokenizer, **limits) as (served, frontend):
         with connect(served, "127.0.0.2") as first, connect(served, "127.0.0.3") as second:

@@ -56,6 +56,7 @@ def served(request, tmp_path_factory) -> Iterator[DemoServer]:
     if not request.param:
         options = (*options, "--adapter-root", str(root))
     most = ("--set", f"front_end.received_mb={MOST_MB}", "--set", f"front_end.{BODIES}={MOST_BODIES_BYTES}")
+    most = (*most, "--set", f"front_end.max_body_bytes={MOST_BODIES_BYTES}")
     with demo_server(folder / "log", *options, *most) as server:
         if request.param:
             said = r"instance instance-\d dialled in"

@@ -10,9 +10,13 @@ import httpx
 import openai
 import pytest
 
+from moe_lora.config import LimitsConfig
 from moe_lora.core.request import ThinkingLimit
 from moe_lora.engine.text.text import Tokenizer
+from moe_lora.serve.openai.parsers.choice import parsers_for
 from moe_lora.serve.openai.parsers.json_calls import ForcedCalls
+from moe_lora.serve.openai.preparing import rendered
+from moe_lora.serve.openai.protocol import ChatRequest
 from tests.small_tokenizers import byte_level
 
 from .conftest import app_of
@@ -527,3 +531,36 @@ def test_forced_calls_are_read_at_every_cut(cut):
     texts = {kind: [one.text for one in events if one.kind == kind] for kind in ("call", "content")}
     assert texts == {"call": ["a", "b"], "content": []}
     assert "".join(one.text for one in events if one.kind == "arguments") == '{"x": [1, "]"]}{}'
+
+
+STATES = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}|{% if think %}<think>\n{% elif think is defined %}<think></think>"
+    "{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "text", ["no mark", "ends in <think>", "has <think> within", "<think>a</think>", "<think>"]
+)
+@pytest.mark.parametrize(
+    ("fields", "state"),
+    [
+        ({}, (False, False)),
+        ({"chat_template_kwargs": {"think": True}}, (True, False)),
+        ({"chat_template_kwargs": {"think": False}}, (False, True)),
+        ({"begun": "The tag"}, (False, False)),
+        ({"begun": "<think>a"}, (True, False)),
+        ({"begun": "<think>a</think>b"}, (False, True)),
+    ],
+)
+def test_marks_in_a_user_s_text_begin_no_reasoning(text, fields, state):
+    tokenizer = Tokenizer(byte_level(), chat_template=STATES)
+    messages = [{"role": "user", "content": text}]
+    if begun := fields.get("begun"):
+        messages.append({"role": "assistant", "content": begun})
+        fields = {"continue_final_message": True}
+    body = ChatRequest.model_validate({"messages": messages, **fields})
+    prompt = tuple(tokenizer.encode(rendered(body, tokenizer), add_special_tokens=False))
+    found = parsers_for(body, prompt, tokenizer, LimitsConfig(reasoning_parser="qwen3"), "")
+    assert (found.is_open, found.is_closed) == state

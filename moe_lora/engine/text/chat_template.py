@@ -67,10 +67,6 @@ class ContentForms:
         self._render = render
         self._fit: dict[tuple[str, ...], frozenset[str]] = {}
 
-    def probe_usual_roles(self) -> None:
-        for role in USUAL_ROLES:
-            self.fit(role, {})
-
     def fit(self, role: str, variables: Mapping[str, Any]) -> frozenset[str]:
         """The forms that fit for this role; empty: unknown.
 
@@ -171,7 +167,7 @@ class ChatTemplates:
         """Compile every template and probe the usual roles; logs broken templates."""
         for name in self.sources:
             with suppress(ValueError):
-                self._get(name).forms.probe_usual_roles()
+                self._get(name).forms.fitted([{"role": one, "content": ""} for one in USUAL_ROLES], {})
 
     def render(
         self,

@@ -252,11 +252,7 @@ class Run:
         """The batch's last status."""
         shown, most = self._record.shown, self._batches.frontend.limits.config.max_body_bytes
         found = await asyncio.to_thread(
-            read_lines,
-            source,
-            (shown["endpoint"],),
-            most=MAX_REQUESTS,
-            most_line_bytes=most + LINE_BYTES,
+            read_lines, source, (shown["endpoint"],), most=MAX_REQUESTS, most_line_bytes=most + LINE_BYTES
         )
         self._errors = [_error("invalid_line", message, number) for number, message in found.problems]
         if found.further:
@@ -296,7 +292,7 @@ class Run:
 
     async def _work(self, source: BinaryIO, results: Results, line: BatchLine) -> None:
         counts, request_id = self._record.shown["request_counts"], uuid.uuid4().hex
-        answer = await self._answer(line, body_at(source, line), request_id)
+        answer = await self._answer(line, source, request_id)
         text = result_line(line.custom_id, answer.status, request_id, answer.body)
         self._count_bytes(len(text))
         await self._retried(partial(self._add, results, text, line.custom_id, answer.status))
@@ -305,7 +301,7 @@ class Run:
     async def _add(self, results: Results, text: bytes, custom_id: str, status: int) -> None:
         results.add(text, custom_id, is_whole=status == 200)
 
-    async def _answer(self, line: BatchLine, body: bytes, request_id: str) -> BatchAnswer:
+    async def _answer(self, line: BatchLine, source: BinaryIO, request_id: str) -> BatchAnswer:
         """The answer, after waits for passing errors and the key's rate."""
         batches, ending, waits_s = self._batches, self._batches.frontend.ending, iter(RETRY_S)
         while True:
@@ -315,7 +311,7 @@ class Run:
             async with batches.slots:
                 if ending.begun:
                     await asyncio.Event().wait()  # the next start runs the line
-                answer = await call(batches.app, line.url, body, caller, request_id)
+                answer = await call(batches.app, line.url, body_at(source, line), caller, request_id)
             if answer.status in TRANSIENT and ending.begun:
                 continue
             if answer.status == 429:

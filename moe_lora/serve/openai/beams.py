@@ -14,13 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from anyio import fail_after
 
-from moe_lora.core.request import (
-    MAX_LOGPROBS,
-    GenerateRequest,
-    SamplingParams,
-    TokenLogprobs,
-    TokenOutput,
-)
+from moe_lora.core.request import MAX_LOGPROBS, GenerateRequest, SamplingParams, TokenLogprobs, TokenOutput
 from moe_lora.engine.text.text import TextStream
 from moe_lora.serve.access import Reservation
 from moe_lora.serve.http_errors import ApiError, bad_request

@@ -96,9 +96,8 @@ class Endpoints:
             return [None] * len(prepared.prompts)
         from .parsers.choice import begun
 
-        whole = bool(body.continue_final_message)
         found = [
-            replace(parsers, **begun(parsers.reasoning, prompt, tokenizer, whole=whole))
+            replace(parsers, **begun(parsers.reasoning, prompt, tokenizer, body))
             for prompt in prepared.prompts
         ]
         depends = prepared.sampling.grammar is not None or body.thinking_token_budget not in (None, -1)

@@ -19,11 +19,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_lora.core.request import ModelInfo, TokenLogprobs
-from moe_lora.serve.access import NO_ADMIN, Caller
+from moe_lora.serve.access import Caller
 from moe_lora.serve.connections import HEADERS_S
 from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.http_errors import ApiError, JsonResponse, bad_request, to_api_error, to_json
-from moe_lora.serve.limits import Handler, body_of, client_of
+from moe_lora.serve.limits import JSON_MEDIA, Handler, body_of, client_of
 
 from .generation import Delta, Generation
 from .preparing import Prepared, Preparer
@@ -542,21 +542,20 @@ class RequestIds:
     A header of more than MAX_ID_CHARS characters counts as absent.
     """
 
-    def __init__(self, app: ASGIApp, caller: Caller = NO_ADMIN) -> None:
-        self._app = app
-        self._caller = caller
+    def __init__(self, app: ASGIApp, caller: Caller, origins: Sequence[str]) -> None:
+        self._app, self._caller, self._origins = app, caller, {*origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        given = Request(scope).headers.get(HEADER, "")
+        headers = Request(scope).headers
+        given = headers.get(HEADER, "")
         if len(given) > MAX_ID_CHARS:
             given = ""
+        state |= {"request_id_given": bool(given), "request_id": given or uuid.uuid4().hex}
         state["caller"] = self._caller
-        state["request_id_given"] = bool(given)
-        state["request_id"] = given or uuid.uuid4().hex
         state["send_body"] = send  # outer wrappers only look at a response's start
 
         def named(message: Message) -> Awaitable[None]:
@@ -564,7 +563,20 @@ class RequestIds:
                 MutableHeaders(scope=message)[HEADER] = state["request_id"]
             return send(message)
 
-        await self._app(scope, receive, named)
+        app = partial(allow_origin, self._app, self._origins) if "origin" in headers else self._app
+        await app(scope, receive, named)
+
+
+async def allow_origin(app: ASGIApp, allowed: set[str], scope: Scope, receive: Receive, send: Send) -> None:
+    """`app`'s answer, or 403 to another site's page: browsers send a POST without JSON unasked."""
+    request = Request(scope)
+    origin, media = request.headers["origin"], request.headers.get("content-type", "")
+    reads = request.method in ("GET", "HEAD", "OPTIONS") and request.url.path != "/flush_cache"
+    own = origin.partition("://")[2] == request.headers.get("host")
+    if not (reads or own or JSON_MEDIA.fullmatch(media) or {"*", origin} & allowed):
+        what = f"pages of {origin[:128]} may not send this request; name the origin in front_end.cors_origins"
+        app = JsonResponse(ApiError(403, what).body_for(scope["path"]), 403)
+    await app(scope, receive, send)
 
 
 def name_request(request: Request, request_id: str | None) -> str:

@@ -98,27 +98,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     ),
     "length_penalty": (None, 1),
     **dict.fromkeys(
-        (
-            "include_reasoning",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-            "stream_reasoning",
-        ),
+        ("include_reasoning", "skip_special_tokens", "spaces_between_special_tokens", "stream_reasoning"),
         (None, True),
     ),
+    **dict.fromkeys(("chat_template", "prompt_embeds", "stop_regex", "suffix"), (None, "")),
     **dict.fromkeys(
-        ("chat_template", "prompt_embeds", "stop_regex", "suffix"),
-        (None, ""),
-    ),
-    **dict.fromkeys(
-        (
-            "documents",
-            "functions",
-            "logits_processors",
-            "token_ids_logprob",
-            "tools",
-        ),
-        (None, []),
+        ("documents", "functions", "logits_processors", "token_ids_logprob", "tools"), (None, [])
     ),
     **dict.fromkeys(
         (

@@ -232,13 +232,7 @@ class TokensFormat(ChatFormat):
 
     id_prefix = "generate-tokens-"
 
-    def __init__(
-        self,
-        body: TokensRequest,
-        prepared: Prepared,
-        frontend: Frontend,
-        running: Running,
-    ) -> None:
+    def __init__(self, body: TokensRequest, prepared: Prepared, frontend: Frontend, running: Running) -> None:
         self._mode, self._body, self._running = body.output_mode, body, running
         super().__init__(frontend.tokenizer, with_token_ids=True)
         self._message: ChatFormat | None = None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
@@ -14,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import msgspec
@@ -368,6 +370,39 @@ def test_requests_of_batches_show_no_latency_and_no_demand(tokenizer):
         assert sum(window.demand().counts) == 0
         client.completions.create(model="shout", prompt="the")
         assert sum(window.demand().counts) == 1
+
+
+def test_a_line_is_read_once_the_server_has_room_for_its_request(monkeypatch):
+    """Ten owners' workers share one slot."""
+    held, answered = [], []
+
+    async def call(app, url, body, caller, request_id):
+        held.append(len(bodies))
+        await asyncio.sleep(0)
+        bodies.pop()
+        return running.BatchAnswer(200, {})
+
+    async def of_key(record):
+        return None
+
+    async def is_alive():
+        return True
+
+    async def run():
+        client, ending = SimpleNamespace(is_alive=is_alive), SimpleNamespace(begun=False)
+        frontend = SimpleNamespace(client=client, ending=ending)
+        one = object.__new__(running.Run)
+        one._record = None
+        one._batches = SimpleNamespace(frontend=frontend, app=None, caller=of_key, slots=asyncio.Semaphore(1))
+        lines = [SimpleNamespace(url="") for _ in range(10)]
+        answered.extend(await asyncio.gather(*(one._answer(line, None, "") for line in lines)))
+
+    bodies = []
+    monkeypatch.setattr(running, "call", call)
+    monkeypatch.setattr(running, "body_at", lambda source, line: bodies.append(line))
+    asyncio.run(run())
+    assert held == [1] * 10
+    assert len(answered) == 10
 
 
 def test_a_tenant_sees_its_own_files_and_batches(tokenizer, tmp_path):

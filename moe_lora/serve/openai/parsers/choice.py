@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_lora.config import AUTO, LimitsConfig
 from moe_lora.core.request import ThinkingLimit
-from moe_lora.serve.http_errors import bad_request
+from moe_lora.serve.http_errors import ApiError, bad_request
 
 from . import FORCED, TOOL_FORMATS, parser_class
 from .thinking import REASONING_FORMATS, Plain, Thinking
@@ -118,7 +118,7 @@ def parsers_for(
     return AnswerParsers(
         tool_format=tool_format,
         reasoning=reasoning,
-        **begun(reasoning, prompt, tokenizer, whole=bool(body.continue_final_message)),
+        **begun(reasoning, prompt, tokenizer, body.conversations[0]),
         tools={tool["function"]["name"]: tool["function"].get("parameters") for tool in body.tools or ()},
         shows_reasoning=shows,
         parallel=body.parallel_tool_calls is not False,
@@ -156,15 +156,34 @@ def _reasoning_format(setting: str, template: str) -> str:
     return next((name for sign, name in _REASONING_SIGNS.items() if sign in template), "")
 
 
-def begun(reasoning: str, prompt: tuple[int, ...], tokenizer: Tokenizer, *, whole: bool) -> dict[str, Any]:
-    """State of the reasoning at the prompt's end.  whole: reads the whole prompt."""
+def begun(reasoning: str, prompt: tuple[int, ...], tokenizer: Tokenizer, chat: ChatRequest) -> dict[str, Any]:
+    """State of the reasoning at the prompt's end; marks in earlier messages do not count."""
     if reasoning in ("", HARMONY):
         return {}
-    marks = REASONING_FORMATS[reasoning]
+    marks, whole = REASONING_FORMATS[reasoning], bool(chat.continue_final_message)
     tail = tokenizer.decode(list(prompt if whole else prompt[-TAIL_TOKENS:]), skip_special_tokens=False)
+    ended = str([one.content for one in (chat.messages[:-1] if whole else chat.messages[-1:])])
+    if marks.opening in ended or marks.closing in ended:
+        tail = _after_ended(chat, tokenizer, tail)
     opened, closed = tail.rfind(marks.opening), tail.rfind(marks.closing)
     is_open = opened > closed or (marks.is_open and closed < 0)
     return {"is_open": is_open, "is_closed": closed >= 0 and not is_open}
+
+
+def _after_ended(chat: ChatRequest, tokenizer: Tokenizer, unknown: str) -> str:
+    """The rendered text after the messages that the answer does not continue.
+
+    unknown: if the template fails for them alone, renders them otherwise, or adds nothing.
+    """
+    from moe_lora.serve.openai.preparing import rendered
+
+    ended = chat.messages[:-1] if chat.continue_final_message else chat.messages
+    fields = {"messages": ended, "add_generation_prompt": False, "continue_final_message": None}
+    try:
+        text, before = (rendered(one, tokenizer) for one in (chat, chat.model_copy(update=fields)))
+    except ApiError:
+        return unknown
+    return (text[len(before) :] if text.startswith(before) else "") or unknown
 
 
 def thinking_limit(
