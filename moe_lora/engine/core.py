@@ -26,7 +26,7 @@ from moe_lora.core.request import (
     TokenOutput,
 )
 from moe_lora.core.shape import ModelShape
-from moe_lora.engine.adapters.adapter_store import AdapterVersion
+from moe_lora.engine.adapters.adapter_store import PASSING, AdapterVersion
 from moe_lora.engine.adapters.manager import AdapterManager
 from moe_lora.engine.adapters.transfers import Transfers
 from moe_lora.engine.client.step_notes import StepNotes
@@ -269,6 +269,8 @@ class EngineCore:
             self.adapters.failures.loaded(adapter)
         elif self.adapters.failures.load_failed(adapter, error):
             self._failed.append(adapter)
+        if isinstance(error, PASSING) and adapter.pinned and adapter not in self.adapters.to_bring:
+            self.adapters.to_bring.append(adapter)
 
     def _hear_failures(self) -> None:
         """Record other processes' reports of failed adapters."""
@@ -334,14 +336,14 @@ class EngineCore:
             self._hear_failures()
         if self._moves is not None:
             self._moves.tend()
-        if self.adapters.to_bring:
-            self.adapters.bring_pinned()
+        retry_s = self.adapters.bring_pinned() if self.adapters.to_bring else None
         if not self._sequences:
             if self._notes is not None:
                 self._notes.step(set())
             if self._merging is not None:
                 self._merging.tend()
-        return self.transfers.tick(len(self._scheduler.running))
+        wait_s = self.transfers.tick(len(self._scheduler.running))
+        return wait_s if retry_s is None else retry_s if wait_s is None else min(retry_s, wait_s)
 
     def _refuse_impossible(self) -> list[TokenOutput]:
         sequence = self._scheduler.oldest

@@ -13,7 +13,7 @@ import pytest
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import AdapterError, AdapterFailedError
 from moe_lora.core.request import AdapterInfo, GenerateRequest, SamplingParams, TokenOutput
-from moe_lora.engine.adapters.adapter_store import MAX_LOADS
+from moe_lora.engine.adapters.adapter_store import FIRST_PAUSE_S, MAX_LOADS
 from moe_lora.engine.adapters.copies import RankCopier
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.client.step_notes import ReadNotes, StepNotes
@@ -231,6 +231,34 @@ def test_load_that_passes_at_the_second_try_harms_nobody(core, monkeypatch):
     monkeypatch.setattr(RankCopier, "_bring", fail_once)
     assert drive(core, request("upper", "upper"))["upper"][0] == right
     assert tries == ["upper", "upper"]
+
+
+@pytest.mark.parametrize("num_failed", [1, MAX_LOADS])
+def test_a_pinned_adapter_comes_after_failed_loads_without_a_request(core, monkeypatch, num_failed):
+    tries, waits = [], []
+
+    def fail_first(self, order, packed):
+        tries.append(packed.name)
+        if len(tries) <= num_failed:
+            raise OSError("a moment")
+        yield from bring(self, order, packed)
+
+    bring = RankCopier._bring
+    monkeypatch.setattr(RankCopier, "_bring", fail_first)
+    upper = core.adapters.current("upper")
+    core.adapters.pin(upper)
+    deadline = time.monotonic() + PATIENCE_S
+    while upper.slot is None:
+        assert time.monotonic() < deadline
+        wait_s = core.tend()
+        if core.adapters.failures.problem(upper) is not None and upper in core.adapters.to_bring:
+            waits.append(wait_s)
+        time.sleep(0.01)
+    assert tries == ["upper"] * (num_failed + 1)
+    assert not core.adapters.to_bring
+    assert core.adapters.info(upper).residency == "device"
+    assert bool(waits) == (num_failed == MAX_LOADS)
+    assert all(0 < wait_s <= FIRST_PAUSE_S for wait_s in waits), "an idle engine wakes up by itself"
 
 
 def test_rank_above_the_limit_of_a_device_is_refused_when_its_file_is_read(core):

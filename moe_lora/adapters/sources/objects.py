@@ -6,17 +6,18 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from moe_lora.core.errors import AdapterError
+from moe_lora.core.host import OwnFolder
 
 from . import check_files, unreachable
 
 
 def fetch(address: str, cache: Path, max_bytes: int) -> Path:
-    """The folder of an adapter's files, below `cache`: one folder per state of the source.
+    """The folder of an adapter's files, below `cache`: one folder for each of the last two states.
 
     Credentials are the storage library's (AWS_ACCESS_KEY_ID and others).  Raises AdapterError, also for
     changing files; PeerUnreachableError.
@@ -41,29 +42,37 @@ def fetch(address: str, cache: Path, max_bytes: int) -> Path:
 
 
 def _fetched(system: Any, root: str, address: str, cache: Path, max_bytes: int) -> Path:
-    names, state = _state(system, root, address, max_bytes)
-    place = cache / "objects" / hashlib.sha256(f"{address} {state}".encode()).hexdigest()
-    if place.is_dir():
+    sizes, state = _state(system, root, address, max_bytes)
+    own, place_name = (hashlib.sha256(text.encode()).hexdigest() for text in (address, state))
+    place = cache / "objects" / f"{own}-{place_name}"
+    if _is_whole(place, sizes):
+        with suppress(OSError):
+            os.utime(place)
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=place.parent, prefix=".partial-"))
-    try:
-        for name in names:
+    with OwnFolder(place.parent, ".partial-") as partial:
+        for name in sizes:
             system.get_file(f"{root}/{name}", str(partial / name))
-        if _state(system, root, address, max_bytes)[1] != state:
+        if _state(system, root, address, max_bytes)[1] != state or not _is_whole(partial, sizes):
             raise AdapterError(f"{address} changed during the transfer; load the adapter again")
-        try:
+        with suppress(OSError):
             os.rename(partial, place)
-        except OSError:
-            if not place.is_dir():  # another thread was first
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if not _is_whole(place, sizes):  # else another thread may have been first
+            shutil.rmtree(place, ignore_errors=True)
+            os.rename(partial, place)
+    others = [one for one in place.parent.glob(f"{own}-*") if one != place]
+    for former in sorted(others, key=lambda one: one.stat().st_mtime_ns)[:-1]:
+        shutil.rmtree(former, ignore_errors=True)
     return place
 
 
-def _state(system: Any, root: str, address: str, max_bytes: int) -> tuple[list[str], str]:
-    """Names to fetch, and the files' state."""
+def _is_whole(place: Path, sizes: dict[str, int]) -> bool:
+    """False if a file is absent, or has other bytes in number."""
+    return all((place / name).is_file() and (place / name).stat().st_size == sizes[name] for name in sizes)
+
+
+def _state(system: Any, root: str, address: str, max_bytes: int) -> tuple[dict[str, int], str]:
+    """Sizes of the files to fetch, and their state."""
     system.invalidate_cache()
     entries = {
         os.path.basename(one["name"]): one for one in system.ls(root, detail=True) if one["type"] == "file"
@@ -73,6 +82,5 @@ def _state(system: Any, root: str, address: str, max_bytes: int) -> tuple[list[s
     sizes = {name: one.get("size") for name, one in entries.items()}
     names = check_files(address, sizes, max_bytes)
     stamps = ("ETag", "etag", "generation", "LastModified", "mtime", "created")
-    return names, repr(
-        [(name, sizes[name], *(str(entries[name].get(one)) for one in stamps)) for name in names]
-    )
+    stamped = [(name, sizes[name], *(str(entries[name].get(one)) for one in stamps)) for name in names]
+    return {name: sizes[name] for name in names}, repr(stamped)

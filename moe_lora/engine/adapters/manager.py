@@ -94,6 +94,7 @@ class AdapterManager:
                 self._admit(adapter)
         except (AdapterExistsError, CapacityError):
             self.store.undo_prepare(packed)
+            self.contents.discard(packed.content_hash)
             raise
         self._numbers[name] = number
         self._current[name] = adapter
@@ -309,13 +310,19 @@ class AdapterManager:
         self.to_bring.append(adapter)
         self.bring_pinned()
 
-    def bring_pinned(self) -> None:
-        """Load pinned adapters without room so far."""
+    def bring_pinned(self) -> float | None:
+        """Load pinned adapters without room so far; returns the seconds until a failed load's repetition."""
+        rests_s: list[float] = []
         for adapter in list(self.to_bring):
+            failure = self.failures.by_version.get(adapter.uid)
+            if failure is not None and (failure.retry_s or 0.0) > self._clock.now_s():
+                rests_s.append((failure.retry_s or 0.0) - self._clock.now_s())
+                continue
             self.begin_round()
             if self._hold(adapter, again=True) is not Readiness.NO_ROOM:
                 self._cache.let_go(adapter.uid, self._clock.now_s())
                 self.to_bring.remove(adapter)
+        return min(rests_s, default=None)
 
     def unpin(self, adapter: AdapterVersion) -> None:
         """Undo `pin`."""

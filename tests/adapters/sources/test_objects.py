@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import fsspec
@@ -12,6 +14,7 @@ from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 from moe_lora.adapters.sources import objects
 from moe_lora.core.errors import AdapterError, PeerUnreachableError
 from tests.adapters.peft_folders import peft_folder
+from tests.forked_programs import start_program
 
 LIMIT = 1 << 20
 
@@ -40,6 +43,61 @@ def test_files_are_fetched_once_for_each_state(memory, tmp_path: Path) -> None:
     assert second != first
     assert (first / WEIGHTS_FILE).is_file()
     assert (second / WEIGHTS_FILE).read_bytes() != (first / WEIGHTS_FILE).read_bytes()
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_an_incomplete_folder_is_fetched_again(is_cut, memory, tmp_path: Path) -> None:
+    first = fetch(tmp_path)
+    if is_cut:
+        (first / WEIGHTS_FILE).write_bytes(b"")
+    else:
+        (first / WEIGHTS_FILE).unlink()
+    assert fetch(tmp_path) == first
+    assert (first / WEIGHTS_FILE).read_bytes() == (tmp_path / "source" / WEIGHTS_FILE).read_bytes()
+    assert [first] == list(first.parent.iterdir())
+
+
+def test_the_last_two_states_of_each_address_stay(memory, tmp_path: Path) -> None:
+    """The state before is perhaps in a load; the cache does not grow with each version."""
+    memory.put(str(tmp_path / "source"), "/bucket/another", recursive=True)
+    another = objects.fetch("memory://bucket/another", tmp_path / "cache", LIMIT)
+    places = []
+    for number in range(4):
+        memory.pipe_file(f"/bucket/support/{CONFIG_FILE}", b" " * number)
+        places.append(fetch(tmp_path))
+        os.utime(places[-1], (number, number))
+    assert set(another.parent.iterdir()) == {another, *places[2:]}
+
+
+WRITER = """
+import sys
+from pathlib import Path
+import fsspec
+from moe_lora.adapters.sources import objects
+
+def get_file(self, *names):
+    print("writing", flush=True)
+    sys.stdin.read()
+
+memory = fsspec.filesystem("memory")
+memory.put(sys.argv[1], "/bucket/support", recursive=True)
+type(memory).get_file = get_file
+objects.fetch("memory://bucket/support", Path(sys.argv[2]), 1 << 20)
+"""
+
+
+def test_the_files_of_a_killed_process_are_removed_by_the_next_fetch(memory, tmp_path: Path) -> None:
+    words = str(tmp_path / "source"), str(tmp_path / "cache")
+    writer = start_program(WRITER, *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert writer.stdout is not None
+    try:
+        assert writer.stdout.readline() == b"writing\n"
+    finally:
+        writer.kill()
+        writer.wait()
+    assert len(list((tmp_path / "cache" / "objects").iterdir())) == 1
+    place = fetch(tmp_path)
+    assert list(place.parent.iterdir()) == [place]
 
 
 def test_files_that_change_during_the_transfer_are_refused(memory, tmp_path: Path, monkeypatch) -> None:
