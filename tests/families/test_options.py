@@ -270,6 +270,7 @@ VARIANTS = {
         "minimax_m2",
         {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}, "rotary_dim": None},
     ),
+    "dbrx-longrope": ("dbrx", {"rope_parameters": PHI_3_ROPE}),
     "dbrx-tight-clip": ("dbrx", {"attn_config": {**DBRX_ATTENTION, "clip_qkv": 0.5}}),
     "dbrx-2-norm": ("dbrx", {"ffn_config": {**DBRX_FFN, "moe_normalize_expert_weights": 2.0}}),
     "dbrx-gate-not-normalised": ("dbrx", {"ffn_config": {**DBRX_FFN, "moe_normalize_expert_weights": None}}),

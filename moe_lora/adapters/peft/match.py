@@ -279,7 +279,8 @@ def _check_known(
     if name.is_embedding != (name.path == places.outer.embedding):
         raise AdapterError(
             f"{where}: {key}: PEFT writes lora_embedding_A and lora_embedding_B for the embedding alone, and "
-            "lora_A.weight and lora_B.weight for every other module; save the adapter again with PEFT"
+            "lora_A.weight and lora_B.weight for every other module; train with the embedding in "
+            "target_modules, not in target_parameters, or save the adapter again with PEFT"
         )
     if name.depth >= len(expected.get(name.path, ())):
         raise AdapterError(

@@ -166,7 +166,8 @@ def _longrope(plain: list[float], section: ConfigJson, config: ConfigJson) -> Ro
         raise section.refusal("short_factor", factors, f"must be a list of {len(plain)} numbers")
     numbers = [ConfigJson({"short_factor": one}, "rope_parameters").number("short_factor") for one in factors]
     original = _original_context(section, config)
-    ratio = section.number("factor", default=config.number("max_position_embeddings") / original)
+    longest = config.number("max_position_embeddings", "max_seq_len")
+    ratio = section.number("factor", default=longest / original)
     scale = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))
     scale = section.number("short_mscale", "attention_factor", default=scale)
     frequencies = tuple(f / number for f, number in zip(plain, numbers, strict=True))

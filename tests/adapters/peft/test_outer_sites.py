@@ -183,6 +183,13 @@ def test_mangled_pairs_are_refused_by_name(case, checkpoint, shape_of, tmp_path)
         read_adapter(adapter, shape_of("mixtral"), torch.float32)
 
 
+def test_an_embedding_as_a_parameter_is_refused_with_the_way_out(checkpoint, shape_of, tmp_path):
+    embedding = {"target_modules": [], "target_parameters": ["embed_tokens.weight"]}
+    adapter = make_adapter("llama", checkpoint("llama"), tmp_path / "a", **embedding)
+    with pytest.raises(AdapterError, match=r"embed_tokens.lora_A.* not in target_parameters"):
+        read_adapter(adapter, shape_of("llama"), torch.float32)
+
+
 def test_a_pair_that_peft_ties_to_a_head_is_refused(checkpoint, shape_of, tmp_path):
     adapter = outer_adapter("llama", checkpoint("llama"), tmp_path / "a", "embed_tokens")
     change(adapter, config={"ensure_weight_tying": True})
