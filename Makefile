@@ -11,6 +11,8 @@ AOT_ARGS ?=
 OLD_AOT_ARGS ?= --few
 TEST_TIME := .cache/test_time
 TEST_LOG := .cache/test_log
+# Else each process of a run would compile the tests and what they import anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: venv demo test test-slow lint results-check format kernels-aot kernels-aot-3.6 clean
 

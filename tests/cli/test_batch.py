@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from moe_lora.cli.main import main
 from tests.patience import PATIENCE_S
 from tests.serve.conftest import app_of, scripted
-from tests.serve.demo_server import DEMO
+from tests.serve.demo_server import DEMO, few_adapters
 from tests.serve.live_server import ServerThread
 from tests.small_tokenizers import characters, wrapped
 
@@ -169,8 +169,7 @@ def test_an_own_instance_answers_as_a_server(tmp_path):
         *({"model": name, "prompt": text, "temperature": 0} for name, text in texts.items()),
         {"url": "/v1/embeddings", "input": "hello"},
     )
-    adapters = str(DEMO / "adapters")
-    options = [str(DEMO / "model"), "--lora-dir", adapters, "--eager", "--threads", "1"]
+    options = [str(DEMO / "model"), *few_adapters("upper", "reverse"), "--eager", "--threads", "1"]
     command = [sys.executable, "-m", "moe_lora.cli.main", "batch", str(file), "-o"]
     done = subprocess.run(
         [*command, str(file.with_suffix(".out")), *options], capture_output=True, text=True, check=False

@@ -26,7 +26,7 @@ from peft import LoraConfig, TaskType
 from safetensors.torch import load_file
 
 from moe_lora.integrations.verl import SendsSafetensors
-from tests.serve.demo_server import DEMO, demo_server
+from tests.serve.demo_server import DEMO, demo_server, few_adapters
 from tests.serve.test_controls import Http
 
 NAME = "verl_actor_lora_name"
@@ -65,7 +65,7 @@ class OurAdapter(SendsSafetensors, Adapter):
 
 
 def test_a_step_releases_memory_resumes_it_and_serves_the_next_adapter(tmp_path: Path) -> None:
-    options = ("--eager", "--dtype", "float32", "--lora-dir", str(DEMO / "adapters"))
+    options = ("--eager", "--dtype", "float32", *few_adapters("upper", "reverse"))
     with demo_server(tmp_path / "log", *options) as server:
         http = Http(server.url)
 
@@ -144,7 +144,7 @@ def verl_classes(monkeypatch) -> Iterator[tuple[type, type]]:
 
 def test_verls_own_rollout_syncs_generates_and_sleeps(verl_classes, tmp_path: Path) -> None:
     adapter_class, http_class = verl_classes
-    options = ("--eager", "--dtype", "float32", "--lora-dir", str(DEMO / "adapters"))
+    options = ("--eager", "--dtype", "float32", *few_adapters("upper", "reverse"))
     with demo_server(tmp_path / "log", *options) as server:
         place = urlsplit(server.url)
         engine = http_class(host=place.hostname, port=place.port, node_rank=0, launch_server=False)

@@ -26,6 +26,11 @@ PATIENT_FILE = f"front_end: {{}}\nfixed: {{front_end: {{check_timeout_s: {PATIEN
 """For a setting without an option: a test without a file of its own has this one."""
 
 
+def few_adapters(*names: str) -> tuple[str, ...]:
+    """Options for these adapters of the demo: each process of a server reads an adapter in 20 ms and more."""
+    return ("--lora-modules", *(f"{name}={DEMO / 'adapters' / name}" for name in names))
+
+
 class DemoServer:
     """A running server.  `log` holds what it wrote to stderr."""
 

@@ -20,12 +20,12 @@ from demo.tasks import prompt_for
 from moe_lora.cli.main import main
 from tests.patience import PATIENCE_S
 
-from .demo_server import DEMO, DemoServer, demo_server
+from .demo_server import DEMO, DemoServer, demo_server, few_adapters
 
 ADAPTERS = json.loads((DEMO / "adapters" / "index.json").read_text())
 # In bfloat16 a prompt's rows are rounded differently from those of single steps, so that an answer that was
 # cut may go another way where two tokens are nearly tied.
-OPTIONS = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--instances", "2", "--dtype", "float32")
+OPTIONS = (*few_adapters(*list(ADAPTERS)[:12]), "--eager", "--instances", "2", "--dtype", "float32")
 BY_TURNS = ("--routing", "round_robin")
 MODELS = [*list(ADAPTERS)[:7], "demo"]
 NUM_TOKENS = 200
@@ -60,10 +60,12 @@ def pair_of_module(tmp_path_factory, hold) -> Iterator[DemoServer]:
 
 
 def until(condition: Callable[[], object], limit_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + limit_s
+    """Poll ever more rarely: a process takes seconds to start, and a condition often reads all metrics."""
+    deadline, pause_s = time.monotonic() + limit_s, 0.02
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.02)
+        time.sleep(pause_s)
+        pause_s = min(1.1 * pause_s, 0.1)
 
 
 def gone(pid: int) -> bool:

@@ -94,11 +94,12 @@ class ServerThread:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Poll for up to PATIENCE_S, then fail saying what did not happen."""
-    deadline_s = time.monotonic() + PATIENCE_S
+    """Poll ever more rarely for up to PATIENCE_S, then fail with the event that is missing."""
+    deadline_s, pause_s = time.monotonic() + PATIENCE_S, 0.01
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {PATIENCE_S:g} s: {what}"
-        time.sleep(0.01)
+        time.sleep(pause_s)
+        pause_s = min(1.1 * pause_s, 0.05)
 
 
 def completion_events(url: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

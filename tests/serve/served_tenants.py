@@ -23,7 +23,7 @@ from moe_lora.serve.limits import LEAST_QUEUED_TOKENS
 from tests.patience import PATIENCE_S
 from tests.stopped_processes import stop
 
-from .demo_server import DEMO, DemoServer, demo_server
+from .demo_server import DEMO, DemoServer, demo_server, few_adapters
 
 SECRET = "reverse"
 """An adapter that globex alone may use."""
@@ -164,7 +164,12 @@ def serving_tenants(folder: Path, cert: Path, key: Path) -> Iterator[ServedTenan
     }
     for name, value in settings.items():
         options += ["--set", f"front_end.{name}={value}"]
-    options += ["--adapter-root", DEMO / "adapters", "--lora-dir", DEMO / "adapters", "--eager"]
+    options += [
+        "--adapter-root",
+        DEMO / "adapters",
+        *few_adapters("upper", "reverse", "reverse-r16"),
+        "--eager",
+    ]
     with demo_server(folder / "log", *map(str, options)) as server:
         context = ssl.create_default_context(cafile=str(cert))
         tenants = ServedTenants(server, context, file, keys, admins)

@@ -19,11 +19,12 @@ from demo.tasks import prompt_for
 from moe_lora.serve.api_keys import add_key
 from tests.patience import PATIENCE_S
 
-from .demo_server import DEMO, DemoServer, demo_server
+from .demo_server import DEMO, DemoServer, demo_server, few_adapters
 from .live_server import wait_until
 from .test_access import rights
 
-OPTIONS = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--dtype", "float32")
+FEW = few_adapters("upper", "lower", "reverse", "reverse-r16", "rot13")
+OPTIONS = (*FEW, "--eager", "--dtype", "float32")
 SEVERAL = ("--front-ends", "2", "--instances", "2", "--routing", "round_robin")
 NUM = 6
 

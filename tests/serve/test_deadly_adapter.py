@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from .demo_server import DEMO, DemoServer, demo_server
+from .demo_server import DEMO, DemoServer, demo_server, few_adapters
 from .instance_parts import until
-from .neighbours import Neighbours, ask
+from .neighbours import NEIGHBOURS, Neighbours, ask
 
 INJECTED = '''
 import os
@@ -33,7 +33,7 @@ def deadly(self, plan, drawn=None):
 
 ModelRunner.run = deadly
 '''
-OPTIONS = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--instances", "2", "--dtype", "float32")
+OPTIONS = (*few_adapters(*NEIGHBOURS), "--eager", "--instances", "2", "--dtype", "float32")
 
 
 @pytest.fixture(

@@ -22,9 +22,10 @@ from tests.dist.cluster_jobs import alive, until
 from tests.patience import PATIENCE_S
 from tests.stopped_processes import stop
 
-from .demo_server import DEMO, DemoServer, demo_server
+from .demo_server import DEMO, DemoServer, demo_server, few_adapters
 
-OPTIONS = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--dtype", "float32")
+NAMES = list(json.loads((DEMO / "adapters" / "index.json").read_text()))[:12]
+OPTIONS = (*few_adapters(*NAMES), "--eager", "--dtype", "float32")
 SEVERAL = ("--front-ends", "2", "--instances", "2", "--placement", "loraserve")
 
 
@@ -124,8 +125,7 @@ def test_killed_outright_it_leaves_no_process(server):
 
 @pytest.mark.slow
 def test_no_request_fails_while_controller_and_instances_are_killed_in_turn(server):
-    names = json.loads((DEMO / "adapters" / "index.json").read_text())
-    alone = {model: complete(server, model) for model in names if model != "demo"}
+    alone = {model: complete(server, model) for model in NAMES}
     assert load(server, "new").status_code == 200
     alone["new"] = alone["upper"]
     over = threading.Event()

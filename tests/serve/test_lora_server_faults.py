@@ -21,13 +21,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from demo.tasks import MAX_CHARS, MIN_CHARS, prompt_for, sample_text
 from tests.stopped_processes import stop
 
-from .demo_server import DEMO, DemoServer, demo_server
+from .demo_server import DEMO, DemoServer, demo_server, few_adapters
 from .instance_parts import command, gone, until
 
-ADAPTERS = list(json.loads((DEMO / "adapters" / "index.json").read_text()))
+ADAPTERS = list(json.loads((DEMO / "adapters" / "index.json").read_text()))[:10]
 # Fewer places than adapters, so that leases are waited for and adapters come and go.
 OPTIONS = (
-    *("--lora-dir", str(DEMO / "adapters"), "--eager", "--dtype", "float32", "--instances", "2"),
+    *few_adapters(*ADAPTERS),
+    *("--eager", "--dtype", "float32", "--instances", "2"),
     *("--lora-server", "EP2-PP1", "--lora-capacity", "6"),
 )
 NUM_REQUESTS, IN_FLIGHT = 48, 24
@@ -38,7 +39,7 @@ def bodies() -> list[dict]:
     rng = random.Random(3)
     return [
         {
-            "model": rng.choice([*ADAPTERS[:10], "demo"]),
+            "model": rng.choice([*ADAPTERS, "demo"]),
             "prompt": prompt_for(sample_text(rng, rng.randint(MIN_CHARS, MAX_CHARS))),
             "max_tokens": 12,
             "min_tokens": 12,

@@ -51,7 +51,9 @@ def headers(name: str) -> dict[str, str]:
 @pytest.fixture(scope="module", params=[(), SEVERAL], ids=["alone", "several"])
 def served(request, tmp_path_factory) -> Iterator[DemoServer]:
     folder = tmp_path_factory.mktemp("received")
-    root = shutil.copytree(DEMO / "adapters", folder / "adapters")
+    root = folder / "adapters"
+    for name in ("upper", "reverse", "reverse-r16"):
+        shutil.copytree(DEMO / "adapters" / name, root / name)
     options = ("--lora-dir", str(root), "--eager", "--dtype", "float32", *request.param)
     if not request.param:
         options = (*options, "--adapter-root", str(root))

@@ -15,7 +15,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 
-from .demo_server import DEMO, demo_server
+from .demo_server import demo_server, few_adapters
 from .served_tenants import new_key
 
 STREAMS, TOKENS = 16, 120
@@ -60,7 +60,7 @@ def streamed(http: httpx.Client, number: int, has_begun: threading.Barrier | Non
 def test_second_tenant_by_a_new_key_changes_no_tokens(tmp_path):
     file = tmp_path / "keys.json"
     first = new_key(file, "first", "--adapters", "*")
-    options = ["--api-keys", str(file), "--lora-dir", str(DEMO / "adapters"), "--eager"]
+    options = ["--api-keys", str(file), *few_adapters(*MODELS[1:]), "--eager"]
     options += ["--max-num-seqs", "16", "--dtype", "float32"]
     with (
         demo_server(tmp_path / "log", *options) as server,

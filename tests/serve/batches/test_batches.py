@@ -35,7 +35,7 @@ from moe_lora.serve.frontend import ABORTED
 from moe_lora.serve.server import create_app
 from tests.patience import PATIENCE_S
 from tests.serve.conftest import app_of, frontend_of, scripted
-from tests.serve.demo_server import DEMO, demo_server
+from tests.serve.demo_server import demo_server, few_adapters
 from tests.serve.live_server import ServerThread, wait_until
 from tests.serve.test_access import rights
 
@@ -497,7 +497,7 @@ def test_a_queued_batch_is_cancelled_at_once(tokenizer):
 
 
 def test_a_batch_goes_on_after_the_server_was_killed(tmp_path):
-    options = ("--lora-dir", str(DEMO / "adapters"), "--eager", "--max-num-seqs", "2")
+    options = (*few_adapters("upper", "reverse"), "--eager", "--max-num-seqs", "2")
     options += (
         "--set",
         f"front_end.batch_dir={tmp_path / 'batches'}",
