@@ -240,8 +240,9 @@ def test_a_burst_adds_instances_and_quiet_takes_them_back(narrow: RayNodes, tmp_
         until(condition, lambda: f"{text}: {narrow.status()}")
         print(f"{time.monotonic() - begun_s:6.1f} s: {text}: {narrow.status()['scaling']}")
 
+    wait_for(lambda: number() == 1, "start")
     assert served.drive(2, url=url).answers() == expected * 2  # two run and two wait
-    assert number() == 1
+    wait_for(lambda: number() == 1, "steady")
     is_over = threading.Event()
 
     def drive_on() -> int:
@@ -261,6 +262,7 @@ def test_a_burst_adds_instances_and_quiet_takes_them_back(narrow: RayNodes, tmp_
         finally:
             is_over.set()
         assert all(one.result() for one in burst)
+        print(f"{time.monotonic() - begun_s:6.1f} s: the burst is over")
     wait_for(lambda: number() == 1, "quiet")
     assert served.drive(url=url).answers() == expected
     done = narrow.run("scale", "instance", "4")

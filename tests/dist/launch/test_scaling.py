@@ -4,11 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
+import os
+import re
+import socket
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,10 +22,13 @@ from moe_lora.config.optional_parts import ScalingConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import EngineStats
 from moe_lora.dist.launch.cluster_file import check_instances
+from moe_lora.dist.launch.host_roles import FRONT_END, Role
+from moe_lora.dist.launch.ray_role import RoleActor
 from moe_lora.dist.launch.scaling import Fleet, Load, Scaler, ScalingRule, Snapshot, load_of, read_snapshot
-from moe_lora.dist.launch.topology import roles_file
+from moe_lora.dist.launch.topology import Part, roles_file
 from moe_lora.serve.metrics import Metrics
-from tests.dist.launch.test_topology import CONTENT, hosts
+from tests.dist.cluster_jobs import free_port
+from tests.dist.launch.test_topology import CONTENT, HTTP, hosts
 from tests.serve.test_placement import cluster_config
 from tests.virtual_clock import VirtualClock
 
@@ -37,6 +45,7 @@ class Cluster:
         self.rule, self.clock = ScalingRule(config, max_num_seqs=64), VirtualClock()
         self.number, self.full, self.start_s = number, full, start_s
         self.changes: list[int] = []
+        self.pauses_s: list[float] = []
         self._serving, self._changed_s = number, 0.0
 
     def run(self, num_requests: int, times: int = 1) -> list[int]:
@@ -54,6 +63,7 @@ class Cluster:
             if wanted != self.number:
                 assert not starting
                 self.changes.append(wanted - self.number)
+                self.pauses_s.append(self.clock.now_s() - self._changed_s)
                 self._serving, self._changed_s = min(serving, wanted), self.clock.now_s()
                 self.number = wanted
             found.append(wanted)
@@ -72,12 +82,14 @@ configs = st.builds(
 
 
 @given(configs, st.integers(1, 64), st.integers(0, 60), st.lists(st.integers(0, 900), max_size=30))
-def test_the_number_stays_within_the_bounds_and_falls_by_one(config, full, start_s, loads):
+def test_the_number_keeps_bounds_and_pauses_and_falls_by_one(config, full, start_s, loads):
     cluster = Cluster(config, config.min_instances, full, start_s)
     for load in loads:
         [number] = cluster.run(load)
         assert config.min_instances <= number <= config.max_instances
-    assert all(change >= -1 for change in cluster.changes)
+    for change, pause_s in zip(cluster.changes, cluster.pauses_s, strict=True):
+        assert change >= -1
+        assert pause_s >= (config.add_pause_s if change > 0 else config.remove_pause_s)
 
 
 @given(configs, st.integers(1, 64), st.integers(0, 60), st.integers(0, 900), st.data())
@@ -270,6 +282,47 @@ def test_a_failed_change_and_a_change_of_a_user_stop_no_decisions(monkeypatch):
 
     asyncio.run(run())
     assert keeper.numbers[0] == 3
+
+
+def test_an_actor_reads_metrics_by_a_key_of_its_own(monkeypatch):
+    class Roles:
+        problem, num_restarts, started = None, 0, ()
+
+        def __init__(self, roles: Sequence[Role], **_: Any) -> None:
+            [socket] = roles[0].fds
+            self.listening = os.dup(socket)
+
+        async def stop(self) -> None:
+            pass
+
+    monkeypatch.setattr("moe_lora.dist.launch.ray_role.HostRoles", Roles)
+    metrics, keys = Metrics(cluster_config(), _Alone()), []
+    metrics.stats = EngineStats(num_running=1)
+
+    async def visit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        [key] = re.findall("(?i)^authorization: Bearer (.*)\r$", head, re.MULTILINE)
+        status = "200 OK" if head.startswith("GET /metrics ") and not keys else "403 Forbidden"
+        keys.append(key)
+        writer.write(f"HTTP/1.1 {status}\r\nConnection: close\r\n\r\n".encode() + metrics.render())
+        writer.close()
+
+    async def run() -> None:
+        http = {**HTTP, "port": free_port(), "has_key": True}
+        actor = RoleActor(Part(role=FRONT_END, count=1), 0, http, "127.0.0.1")
+        await actor.start({"front_end": {"admin_key_digests": ["0" * 64]}}, 1, {})
+        server = await asyncio.start_server(visit, sock=socket.socket(fileno=actor._roles.listening))
+        found = await actor.snapshot()
+        assert found is not None
+        assert (found.running, await actor.snapshot()) == (1, None)
+        digests = yaml.safe_load((actor.folder / "cluster.yaml").read_text())["front_end"][
+            "admin_key_digests"
+        ]
+        assert digests == ["0" * 64, hashlib.sha256(keys[0].encode()).hexdigest()]
+        server.close()
+        await actor.stop()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(
