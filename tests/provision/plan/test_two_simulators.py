@@ -18,7 +18,7 @@ from moe_lora.workload.replay_plan import HASH_BLOCK_TOKENS
 from moe_lora.workload.traces.records import Trace
 from moe_lora.workload.traces.traces import read_trace
 
-from .plans import inputs
+from .plans import inputs, zipf
 
 RATE_PER_S = 20.0
 COUPLED = SizedCluster(None, 3, slots=36)
@@ -48,6 +48,7 @@ def chats(tmp_path: Path, num_requests: int = 1000, **more: list[int]) -> Trace:
 def planned(trace: Trace, hit_share: float | None = None) -> PlanInputs:
     prompts = prompt_load(trace.requests, hit_share)
     return inputs(
+        probabilities=zipf(512),
         rate_per_s=RATE_PER_S,
         output_tokens=prompts.output_tokens,
         context_tokens=prompts.prompt_tokens + prompts.output_tokens,
