@@ -143,7 +143,12 @@ MANGLED = {
     "a saved norm": ("head", None, {"modules_to_save": ["lm_head", "norm"]}, "'norm'"),
     "saved as text": ("head", None, {"modules_to_save": "lm_head"}, "modules_to_save"),
     "a bias": ("head", also("base_model.model.lm_head.bias", 96), {}, "biases"),
-    "a pair of the head too": ("head", None, {"target_modules": ["q_proj", "o_proj", "lm_head"]}, "lm_head"),
+    "a pair of the head too": (
+        "head",
+        also("base_model.model.lm_head.lora_A.weight", 4, 32),
+        {"target_modules": ["q_proj", "o_proj", "lm_head"]},
+        "lm_head.lora_A",
+    ),
     "both forms": (
         "both",
         also(TOKENS, 1, 32),
