@@ -40,7 +40,7 @@ class Room:
             kv_pages = num_pages - self.max_adapter_pages
         self.max_kv_pages = kv_pages if max_kv_pages is None else min(kv_pages, max_kv_pages)
         self._saving: dict[Node, tuple[int, list[Node], float]] = {}
-        """An adapter's chosen window, the nodes that are saved before, and the time of this choice."""
+        """An adapter's window, the nodes to save before, and the time of the choice."""
 
     def blocked_rows(self, *, moving: bool = True) -> NDArray[np.bool_]:
         """[rows]: True for pinned and (by default) moving nodes and ancestors."""

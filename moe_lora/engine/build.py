@@ -74,8 +74,7 @@ def build_engine(config: EngineConfig, followers: Followers | None = None) -> En
 def _in_own_thread(work: Callable[[], EngineCore]) -> EngineCore:
     """Run `work` in a separate thread.
 
-    OpenMP keeps workers for each thread, and steps run in another: with two workers per core, decode steps
-    took up to twice as long.
+    OpenMP keeps workers for each thread: beside those of steps, decode took up to twice as long.
     """
     result: Future[EngineCore] = Future()
     left = Event()

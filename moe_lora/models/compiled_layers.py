@@ -19,7 +19,7 @@ _noted = threading.local()  # this thread's last compiled code, its operands and
 def _noting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> _Code:
     """A graph's usual code; records its calls.
 
-    Engines share compiled code, and the code outlives engines, so it must not refer to an engine.
+    Engines share compiled code, which outlives them.
     """
     code = lookup_backend("inductor")(graph, inputs)
 

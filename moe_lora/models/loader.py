@@ -234,7 +234,7 @@ def _allocated(model: CausalLM, device: torch.device) -> CausalLM:
 def _side_by_side(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a tensor like each of these, from one block of memory on huge pages.
 
-    A matrix of a few MB alone has few huge pages: a step of 443 M weights took 1.2 times as long.
+    Alone, small matrices have few huge pages: a step took 1.2 times as long.
     """
 
     def room(one: torch.Tensor) -> int:

@@ -128,7 +128,6 @@ def manifests(content: Any, pods: Pods) -> list[dict[str, Any]]:
 
 
 def _shared(pods: Pods, digest: str, text: str, port: int) -> Iterator[dict[str, Any]]:
-    """File, account, the Service for clients, and rules of access."""
     yield _object("v1", "ServiceAccount", pods, "", automountServiceAccountToken=False)
     # Named by its content: pods of a roll-out and of its undoing read their own.
     yield _object("v1", "ConfigMap", pods, f"-{digest}", data={"cluster.yaml": text})
@@ -144,7 +143,6 @@ def _shared(pods: Pods, digest: str, text: str, port: int) -> Iterator[dict[str,
 
 
 def _container(part: Part, front_end: FrontEndConfig) -> dict[str, Any]:
-    """Command, environment, probes and resources of a part's pods."""
     words = ("--config", f"{CONFIG}/cluster.yaml", *part.options(_INDEX))
     if part.role in (FRONT_END, CONTROLLER):
         command = ["moe-lora", "serve", *words]
@@ -157,7 +155,6 @@ def _container(part: Part, front_end: FrontEndConfig) -> dict[str, Any]:
 
 
 def _of_http(front_end: FrontEndConfig) -> dict[str, Any]:
-    """Port, and probes of the process and of readiness."""
     scheme = "HTTP" if front_end.tls_cert is None else "HTTPS"
 
     def probe(path: str, period_s: int, failures: int) -> dict[str, Any]:
@@ -204,10 +201,7 @@ def _index(name: str) -> dict[str, Any]:
 def _of_role(
     pods: Pods, part: Part, pod: Mapping[str, Any], scaling: ScalingConfig | None
 ) -> Iterator[dict[str, Any]]:
-    """Headless Service, StatefulSet, and with several pods the bound on voluntary ends.
-
-    scaling: an autoscaler sets the number of pods.
-    """
+    """Headless Service, StatefulSet, and with several pods the bound on voluntary ends."""
     role, most = part.role, part.count if scaling is None else scaling.max_instances
     selector = {"matchLabels": _labels(pods, role)}
     # Roles meet before readiness, and NAT would break the data path.

@@ -80,7 +80,7 @@ class _Kept:
         return f"{self.part.role}-{self.number}"
 
     def shown(self) -> RoleFacts:
-        """The role for `status`."""
+        """For `status`."""
         facts = self.facts
         if facts is None:
             state, problem = self._absence()
@@ -238,7 +238,6 @@ class Keeper:
         return rows
 
     async def _look(self) -> tuple[Snapshots, Fleet]:
-        """Metrics of the front ends, and states of the instances."""
         from .scaling import Fleet
 
         kept = list(self._kept.values())
@@ -355,6 +354,5 @@ def _loss(error: RayActorError) -> str:
 
 
 def _cause(error: Exception) -> str:
-    """The first line of the actor's own error."""
     cause = getattr(error, "cause", None) or error
     return (str(cause).strip() or type(cause).__name__).splitlines()[0]

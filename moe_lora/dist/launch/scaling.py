@@ -160,7 +160,6 @@ class ScalingRule:
         return number, f"{number} suffice"
 
     def _needed(self, load: Load, fleet: Fleet) -> int:
-        """The number for a load, without bounds."""
         config, serving, number = self.config, fleet.serving, fleet.number
         if not serving:
             return number
@@ -184,7 +183,7 @@ class ScalingRule:
 
 
 class Scaler:
-    """Sets the number of instances by a rule."""
+    """Sets the number by a rule."""
 
     def __init__(
         self,
@@ -199,7 +198,7 @@ class Scaler:
         self._before: Snapshots = {}
 
     async def run(self, changing: asyncio.Lock) -> None:
-        """Decide for ever.  changing: held during a decision."""
+        """Decide until cancelled.  changing: held meanwhile."""
         while True:
             await asyncio.sleep(self.rule.config.interval_s)
             async with changing:

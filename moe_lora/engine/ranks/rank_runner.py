@@ -130,7 +130,7 @@ def _graphs(
 ) -> StepGraphs:
     """Graphs of decode steps, and of steps with prompts in an instance of one rank.
 
-    A runner numbers groups of sites by source; host workers compute prompts only.
+    Host workers compute prompts.
     """
     from moe_lora.engine.step.step_graphs import StepGraphs, prompt_buckets
     from moe_lora.engine.step.step_pieces import HostCalled

@@ -254,8 +254,7 @@ class IncrementalDetokenizer:
     def _shorten(self, text: str) -> str:
         """The part of a run of invalid bytes that later tokens cannot change.
 
-        If the texts of two halves add up to the whole, no character spans the cut.  A character has at most
-        four bytes, so the last few cuts suffice.
+        If the texts of two halves add up to the whole, no character spans the cut.
         """
         last = len(self._window) - 1
         for end in range(last, max(self._num_given, last - MOST_CUTS), -1):

@@ -105,7 +105,7 @@ class SlotDemand:
     def _with_queue(self, num_wanting: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """P(idle), P(active) and mean busy period per adapter at the fixed point of mu and r.
 
-        Rounds are limited: near mu = 0 convergence is slow, but shares no longer depend on mu.
+        Rounds are limited: near mu = 0 shares no longer depend on mu.
         """
         length = num_wanting - self.capacity
         for _ in range(MAX_ROUNDS):

@@ -81,7 +81,7 @@ async def _ended(spawning: asyncio.Task[None]) -> None:
 async def _spawn(limit_s: float) -> None:
     """Return once the process answers; starts a process if needed.
 
-    The process ignores Ctrl-C, and lowers its priority before its imports.
+    The process ignores Ctrl-C, and has low priority.
     """
     priority = max(CHECK_NICE, os.getpriority(os.PRIO_PROCESS, 0))
     with fail_after(limit_s):

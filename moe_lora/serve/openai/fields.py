@@ -228,10 +228,7 @@ def _is_near(name: str, field: str) -> bool:
 
 
 def _edits(first: str, second: str, most: int) -> int:
-    """Optimal string alignment: insertions, deletions, replacements and swaps; above `most`: any such number.
-
-    Computes 2 * most + 1 places a row, up to the first row without a number in reach.
-    """
+    """Insertions, deletions, replacements and swaps; above `most`: any such number."""
     before: list[int] = []
     row = list(range(len(second) + 1))
     for i, one in enumerate(first, 1):

@@ -76,7 +76,7 @@ class StateChange(Message, frozen=True, kw_only=True):
 
     @staticmethod
     def between(before: ClusterState, now: ClusterState) -> StateChange:
-        """The way from one state to the other."""
+        """From one state to the other."""
         others: dict[str, Any] = {one: getattr(now, one) for one in _VALUES}
         others |= {one: changes(getattr(before, one), getattr(now, one)) for one in _MAPPINGS}
         return StateChange(
