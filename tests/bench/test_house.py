@@ -12,7 +12,7 @@ from pathlib import Path
 from bench.harness.records import RESULTS
 from bench.house import house_recorder, house_trace
 from bench.house.house import count, page
-from bench.house.sources import code_lines, cycles
+from bench.house.sources import Source, code_lines, cycles
 from moe_lora.report.results import read_results
 
 _ONE = '''"""A file.
@@ -50,7 +50,7 @@ def _tree(folder: Path, **files: str) -> Path:
 
 
 def test_lines_without_blanks_comments_docstrings_and_imports() -> None:
-    assert code_lines(_ONE, ast.parse(_ONE)) == 2 + 1 + 4
+    assert code_lines(Source("one.py", "one", _ONE, ast.parse(_ONE))) == 2 + 1 + 4
 
 
 def test_importers_are_found_through_relative_imports_and_lazy_tables(tmp_path: Path) -> None:
