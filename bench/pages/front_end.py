@@ -21,7 +21,7 @@ BEFORE_TOOLS = "ab63d1aa"
 
 def summary() -> str:
     """Question, result and the record's file and commit."""
-    parts = (_front_end, _steps, _masks, _fairness, _attacks, _loads, _pool, _registry)
+    parts = (_front_end, _steps, _masks, _fairness, _attacks, _loads, _scale, _pool, _registry)
     rows = (row for part in parts for row in part())
     return table(("question", "result", "record"), rows)
 
@@ -131,6 +131,23 @@ def _loads() -> Iterator[tuple[str, str, str]]:
     found, link = _results("traces.jsonl", num_lines=5_000_000)
     peak_bytes = max(one.get("peak_rss_bytes", 0) for one in found)
     yield "trace of 5 million requests, peak memory", f"{peak_bytes / 1e6:.0f} MB", link
+
+
+def _scale() -> Iterator[tuple[str, str, str]]:
+    found, link = _results("scale.jsonl", what="changes", num_adapters=100_000)
+    (change,) = found
+    yield (
+        "100,000 adapters at 256 stand-ins for instances: a load, until two front ends have it",
+        f"{change['change_p50_s']:.2f} s, goal 1 s; {change['change_bytes']} bytes to each, all adapters "
+        f"{change['state_bytes'] / 1e6:.1f} MB; idle controller {change['idle_cores']:.2f} cores, "
+        f"{change['controller_gb']:.1f} GB",
+        link,
+    )
+    names = ("least_outstanding", "phi", "join_shortest_queue", "adapter_affinity")
+    times = " / ".join(
+        f"{_results('scale.jsonl', what=name, num_adapters=100_000)[0][0]['p50_us']:.0f}" for name in names
+    )
+    yield f"a choice among them by {' / '.join(names)}, P50", f"{times} µs, goal 50", link
 
 
 def _pool() -> Iterator[tuple[str, str, str]]:
