@@ -4,12 +4,14 @@ from __future__ import annotations
 import json
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from moe_lora.core.errors import ConfigError
+from moe_lora.engine.text import adapter_text
 from moe_lora.engine.text.adapter_text import read_adapter_text, text_remark, with_adapter_text
 from moe_lora.engine.text.text import load_tokenizer
 from tests.core.test_wrong_files import POINTER
-from tests.small_tokenizers import characters, write_dir
+from tests.small_tokenizers import byte_fallback, byte_level, characters, write_dir
 
 USER = [{"role": "user", "content": "hello"}]
 
@@ -156,3 +158,15 @@ def test_a_link_out_of_the_adapter_root_is_refused(tmp_path, base, name):
     link.symlink_to(tmp_path / "secret")
     with pytest.raises(ConfigError, match="is not in the server's adapter_root"):
         read_adapter_text(tmp_path / "root" / "adapter", base, str(tmp_path / "root"))
+
+
+def unigram() -> Tokenizer:
+    return Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.5), ("b", -2.0)], 0, False))
+
+
+@pytest.mark.parametrize("made", [byte_level, byte_fallback, characters, unigram])
+def test_tokens_are_read_from_the_file_as_tokenizers_has_them(tmp_path, made):
+    backend = made()
+    backend.add_tokens(["<more>", "a"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert adapter_text._read_tokens(tmp_path / "tokenizer.json") == backend.get_vocab()
