@@ -128,7 +128,7 @@ class Served:
 def changes(before: Mapping[str, Entry], now: Mapping[str, Entry]) -> dict[str, Entry | None]:
     """New and changed entries of `now`; None for those that are gone."""
     found: dict[str, Entry | None] = {
-        key: one for key, one in now.items() if key not in before or before[key] != one
+        key: one for key, one in now.items() if (known := before.get(key)) is not one and known != one
     }
     return found | dict.fromkeys(before.keys() - now.keys())
 
