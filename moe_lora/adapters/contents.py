@@ -176,11 +176,6 @@ class AdapterContents:
         with self._lock:
             self._remove(self._served.pop(name, []))
 
-    def discard(self, content: str) -> None:
-        """Delete a refused load's content, unless a name uses the content."""
-        with self._lock:
-            self._remove([content])
-
     def _composed(self, name: str, path: str) -> PackedAdapter:
         """The weighted sum at `path`."""
         from moe_lora.core.composed import parts_in

@@ -94,7 +94,6 @@ class AdapterManager:
                 self._admit(adapter)
         except (AdapterExistsError, CapacityError):
             self.store.undo_prepare(packed)
-            self.contents.discard(packed.content_hash)
             raise
         self._numbers[name] = number
         self._current[name] = adapter

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.orders import Readiness
 from moe_lora.cache.pages import BlockTable
@@ -331,22 +327,6 @@ def test_refused_adapter_leaves_no_file_for_other_ranks_but_one_that_is_served_s
     for refused in (packed("a"), packed("b")):
         kept.undo_prepare(kept.prepare(refused))
     assert [file.name for file in tmp_path.iterdir()] == [store.path(served.content_hash).name]
-
-
-def test_a_refused_load_leaves_no_content_but_one_that_a_name_uses_stays(tmp_path):
-    parts, store = Parts(room_pages=4), HostStore(tmp_path)
-    parts.manager.contents = AdapterContents(SimpleNamespace(), torch.float32, store)
-    served, other = packed("a"), packed("b", value=3.0)
-    for one in (served, other):
-        store.put(one)
-        parts.manager.add(one, None)
-    refusals = [(served, AdapterExistsError), (packed("a", value=2.0), AdapterExistsError)]
-    refusals += [(replace(other, name="a"), AdapterExistsError), (packed("c", num_pages=5), CapacityError)]
-    for refused, error in refusals:
-        store.put(refused)
-        with pytest.raises(error):
-            parts.manager.add(refused, None)
-    assert set(tmp_path.iterdir()) == {store.path(one.content_hash) for one in (served, other)}
 
 
 @pytest.mark.parametrize("settings", [{"max_loras": 1}, {"num_pages": 4, "room_pages": 3}])
