@@ -131,6 +131,8 @@ class FrontEndListener:
         self._controlled.catch_up.end_recovery()
         self._ready.set()
         self._state_log.write()
+        # Else a front end with this number would keep the former controller's state.
+        self._state_log.count_above(self._state_log.state)
         state = self._state_log.state
         self._send_all(state)
         logger.info(

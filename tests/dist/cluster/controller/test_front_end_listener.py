@@ -13,8 +13,9 @@ import pytest
 
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.cluster.controller.cluster_state import Taken
+from moe_lora.dist.cluster.controller.cluster_state import ClusterState, Taken
 from moe_lora.dist.cluster.controller.protocol import HANDSHAKE
+from moe_lora.dist.cluster.instances import Holding
 from moe_lora.dist.net.connection import dial
 from moe_lora.dist.net.keys import Keys, make_keys
 from moe_lora.dist.net.session import RefusedError
@@ -55,6 +56,22 @@ def test_front_end_of_another_version_is_refused_with_the_difference(address):
                 await HANDSHAKE.open(connection, address, old)
             await connection.wait_closed()
             assert inside(controller) == []
+
+    asyncio.run(run())
+
+
+def test_a_new_controller_without_adapters_replaces_the_former_one_s_state(address):
+    async def run() -> None:
+        controller = ControllerSide([])
+        controller.instance_registry._adapters.clear()
+        controller.instance_registry._versions.clear()
+        await controller.start(address)
+        front_end = FrontEndSide("one", address, [])
+        front_end.link.state = ClusterState(number=7, holdings={"gone": Holding("a")})
+        await until(lambda: front_end.link.state.number > 7)
+        assert front_end.link.state.holdings == {}
+        await front_end.stop()
+        await controller.stop()
 
     asyncio.run(run())
 
