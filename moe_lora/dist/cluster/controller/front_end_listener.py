@@ -131,7 +131,7 @@ class FrontEndListener:
         self._controlled.catch_up.end_recovery()
         self._ready.set()
         self._state_log.write()
-        # Else a front end with this number would keep the former controller's state.
+        # Else a front end may keep a former state.
         self._state_log.count_above(self._state_log.state)
         state = self._state_log.state
         self._send_all(state)
