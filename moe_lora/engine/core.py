@@ -343,7 +343,9 @@ class EngineCore:
             if self._merging is not None:
                 self._merging.tend()
         wait_s = self.transfers.tick(len(self._scheduler.running))
-        return wait_s if retry_s is None else retry_s if wait_s is None else min(retry_s, wait_s)
+        if retry_s is None or wait_s is None:
+            return wait_s if retry_s is None else retry_s
+        return min(retry_s, wait_s)
 
     def _refuse_impossible(self) -> list[TokenOutput]:
         sequence = self._scheduler.oldest

@@ -30,13 +30,12 @@ from .drains import Drains
 from .reports import add_counters
 from .suspects import Suspects
 
-Entry = TypeVar("Entry")
-
 if TYPE_CHECKING:
     from moe_lora.dist.cluster.pool.directory import PoolDirectory
 
     from .standing_orders import StandingOrders
 
+Entry = TypeVar("Entry")
 REST_S = 60.0
 """Longest wait of an instance for loads everywhere, before it enters routing."""
 DIAL_IN_S = 20.0

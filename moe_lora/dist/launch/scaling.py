@@ -42,7 +42,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class FleetLoad:
     """Requests in all instances, and P95 of TTFT in an interval."""
 
     waiting: float
@@ -88,7 +88,7 @@ def read_snapshot(text: str) -> Snapshot | None:
     )
 
 
-def load_of(before: Snapshots, now: Snapshots) -> Load | None:
+def load_of(before: Snapshots, now: Snapshots) -> FleetLoad | None:
     """The load between two looks; None if a front end lacks metrics."""
     found = [one for one in now.values() if one is not None]
     if not found or len(found) < len(now):
@@ -101,7 +101,7 @@ def load_of(before: Snapshots, now: Snapshots) -> Load | None:
             within.update(one.within)
             within.subtract({} if restarted else last.within)
     # Each front end reports the requests of all, and its own TTFT.
-    return Load(
+    return FleetLoad(
         waiting=max(one.waiting for one in found),
         running=max(one.running for one in found),
         ttft_ms=_percentile_ms(within),
@@ -132,13 +132,13 @@ class ScalingRule:
         self._number: int | None = None
         self._changed_s = self._loaded_s = 0.0
 
-    def decide(self, now_s: float, load: Load | None, fleet: Fleet) -> int:
+    def decide(self, now_s: float, load: FleetLoad | None, fleet: Fleet) -> int:
         """The wanted number of instances, within the bounds."""
         number, reason = self._decide(now_s, load, fleet)
         self.reason = reason if load is None else f"{load}: {reason}"
         return number
 
-    def _decide(self, now_s: float, load: Load | None, fleet: Fleet) -> tuple[int, str]:
+    def _decide(self, now_s: float, load: FleetLoad | None, fleet: Fleet) -> tuple[int, str]:
         config, number = self.config, fleet.number
         if fleet.starting or number != self._number:
             self._number, self._changed_s, self._loaded_s = number, now_s, now_s
@@ -159,7 +159,7 @@ class ScalingRule:
             return number, f"no host has room for {fleet.roomless[0]}"
         return number, f"{number} suffice"
 
-    def _needed(self, load: Load, fleet: Fleet) -> int:
+    def _needed(self, load: FleetLoad, fleet: Fleet) -> int:
         config, serving, number = self.config, fleet.serving, fleet.number
         if not serving:
             return number

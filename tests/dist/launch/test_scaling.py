@@ -24,7 +24,15 @@ from moe_lora.core.request import EngineStats
 from moe_lora.dist.launch.cluster_file import check_instances
 from moe_lora.dist.launch.host_roles import FRONT_END, Role
 from moe_lora.dist.launch.ray_role import RoleActor
-from moe_lora.dist.launch.scaling import Fleet, Load, Scaler, ScalingRule, Snapshot, load_of, read_snapshot
+from moe_lora.dist.launch.scaling import (
+    Fleet,
+    FleetLoad,
+    Scaler,
+    ScalingRule,
+    Snapshot,
+    load_of,
+    read_snapshot,
+)
 from moe_lora.dist.launch.topology import Part, roles_file
 from moe_lora.serve.metrics import Metrics
 from tests.dist.cluster_jobs import free_port
@@ -35,7 +43,7 @@ from tests.virtual_clock import VirtualClock
 RULE = ScalingConfig(
     max_instances=4, waiting_high=4, ttft_ms=500, interval_s=10, add_pause_s=30, remove_pause_s=100
 )
-BUSY, IDLE = Load(waiting=20, running=8), Load(waiting=0, running=0)
+BUSY, IDLE = FleetLoad(waiting=20, running=8), FleetLoad(waiting=0, running=0)
 
 
 class Cluster:
@@ -57,7 +65,7 @@ class Cluster:
                 self._serving = self.number
             serving = min(self._serving, self.number)
             running = min(num_requests, serving * self.full)
-            load = Load(waiting=num_requests - running, running=running)
+            load = FleetLoad(waiting=num_requests - running, running=running)
             starting = [f"instance-{number}" for number in range(serving, self.number)]
             wanted = self.rule.decide(self.clock.now_s(), load, Fleet(number=self.number, starting=starting))
             if wanted != self.number:
@@ -116,7 +124,7 @@ def test_a_step_up_adds_what_suffices_and_a_step_down_removes_it(config, full, s
     assert cluster.number == config.min_instances
 
 
-def decide(rule: ScalingRule, loads: Sequence[Load | None], **fleet: Any) -> list[int]:
+def decide(rule: ScalingRule, loads: Sequence[FleetLoad | None], **fleet: Any) -> list[int]:
     """Numbers wanted after each load, an interval apart."""
     return [rule.decide(10.0 * step, load, Fleet(**fleet)) for step, load in enumerate(loads)]
 
@@ -128,15 +136,17 @@ def test_a_load_is_divided_over_as_many_instances_as_it_needs():
 
 
 def test_waiting_up_to_the_limit_adds_nothing():
-    assert decide(ScalingRule(RULE, 8), [Load(waiting=8, running=16)] * 20, number=2) == [2] * 20
+    assert decide(ScalingRule(RULE, 8), [FleetLoad(waiting=8, running=16)] * 20, number=2) == [2] * 20
 
 
 def test_a_late_first_token_adds_one_instance():
     rule = ScalingRule(RULE, 8)
-    late = Load(waiting=0, running=4, ttft_ms=501)
+    late = FleetLoad(waiting=0, running=4, ttft_ms=501)
     assert decide(rule, [IDLE] * 4 + [late], number=2) == [2, 2, 2, 2, 3]
     assert "TTFT is 501 ms (P95)" in rule.reason
-    assert decide(ScalingRule(RULE, 8), [Load(waiting=0, running=4, ttft_ms=500)] * 5, number=2) == [2] * 5
+    assert (
+        decide(ScalingRule(RULE, 8), [FleetLoad(waiting=0, running=4, ttft_ms=500)] * 5, number=2) == [2] * 5
+    )
 
 
 @pytest.mark.parametrize(
@@ -195,10 +205,10 @@ def test_each_front_end_reports_all_requests_and_its_own_ttft():
     before = {"a": snapshot(counts=(100, 100, 100)), "b": snapshot(counts=(0, 0, 0))}
     now = {"a": snapshot(3, 2, counts=(110, 110, 110)), "b": snapshot(4, 2, counts=(0, 10, 10))}
     # 19 of 20 requests: 9 of the 10 requests from 0.1 to 1 s
-    assert load_of(before, now) == Load(waiting=4, running=2, ttft_ms=pytest.approx(910))
+    assert load_of(before, now) == FleetLoad(waiting=4, running=2, ttft_ms=pytest.approx(910))
     assert load_of(now, {**now, "a": None}) is None
     assert load_of(now, {}) is None
-    assert load_of({}, now) == load_of({"a": None, "b": None}, now) == Load(waiting=4, running=2)
+    assert load_of({}, now) == load_of({"a": None, "b": None}, now) == FleetLoad(waiting=4, running=2)
 
 
 def test_a_restarted_front_end_counts_anew_and_few_requests_have_no_percentile():
