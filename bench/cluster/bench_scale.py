@@ -95,12 +95,12 @@ def decisions(name: str, num_adapters: int, num_requests: int) -> dict[str, floa
         chosen: Any = router.choose(request, registry.candidates(adapter))
         taken.append(time.thread_time() - begin)
         chosen.load.add(adapter, 100)
-        chosen.asked_tokens += 228
+        chosen.outstanding_tokens += 228
         running.append((chosen, adapter))
         if number % 2:
             ended, adapter = running.pop(0)
             ended.load.end(adapter, 100, started=False)
-            ended.asked_tokens -= 228
+            ended.outstanding_tokens -= 228
     taken.sort()
     return {
         "p50_us": 1e6 * statistics.median(taken),

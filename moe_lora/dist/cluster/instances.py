@@ -150,7 +150,7 @@ def reason(error: Exception) -> str:
 class Instance:
     """An engine among several.  A restart or redial replaces `client`.
 
-    asked_tokens: tokens that requests from here may still need; tokens_elsewhere: of other front ends.
+    outstanding_tokens: tokens that requests may still need; tokens_elsewhere: the part of other front ends.
     silent: out of routing for lack of progress.  missing: adapters with a failed load; problems: reasons.
     starting: client of a process not yet in routing.  past: counters of earlier processes; past_before:
     before the latest, with its incarnation.
@@ -161,7 +161,7 @@ class Instance:
     name: str
     live: bool = True
     silent: bool = False
-    asked_tokens: int = 0
+    outstanding_tokens: int = 0
     tokens_elsewhere: int = 0
     load: InstanceLoad = field(default_factory=InstanceLoad)
     missing: set[str] = field(default_factory=set)
@@ -179,14 +179,11 @@ class Instance:
     def num_restarts(self) -> int:
         return max(0, self.num_starts - 1)
 
-    @property
-    def outstanding_tokens(self) -> int:
-        return self.asked_tokens + self.tokens_elsewhere
-
     def hear(self, beat: Beat) -> None:
         """Record a beat: other front ends' requests, and room for adapters."""
+        self.outstanding_tokens += beat.outstanding_tokens - self.tokens_elsewhere
         self.tokens_elsewhere = beat.outstanding_tokens
-        self.load.num_elsewhere = beat.num_running + beat.num_waiting
+        self.load.hear(beat.num_running + beat.num_waiting)
         self.load.held_back = beat.held_back
 
 

@@ -43,7 +43,7 @@ class Attempt:
         self._prompt_tokens = self._num_prompt = request.known_tokens
         self._left = token_work(request, max_model_len)
         self._started = self._ended = self._closed = self.given_up = False
-        instance.asked_tokens += self._left
+        instance.outstanding_tokens += self._left
         instance.load.add(request.adapter, self._prompt_tokens)
 
     def outputs(self) -> AsyncIterator[TokenOutput]:
@@ -61,7 +61,7 @@ class Attempt:
         done = min(self._left, self._num_prompt + len(output.token_ids))
         self._num_prompt = 0
         self._left -= done
-        self.instance.asked_tokens -= done
+        self.instance.outstanding_tokens -= done
         self._ended = output.finish_reason is not None
         if output.token_ids and not self._started:
             self._started = True
@@ -84,7 +84,7 @@ class Attempt:
         if self._closed:
             return
         self._closed = True
-        self.instance.asked_tokens -= self._left
+        self.instance.outstanding_tokens -= self._left
         self.instance.load.end(self.request.adapter, self._prompt_tokens, started=self._started)
         if self._stream is not None and not self._ended:
             await cast("Any", self._stream).aclose()

@@ -26,15 +26,15 @@ class InstanceLoad:
         self.waiting: Counter[str | None] = Counter()
         self.running: Counter[str | None] = Counter()
         self.waiting_prompts: Counter[str | None] = Counter()
-        self.num_waiting = self.num_running = self.waiting_tokens = self.num_changes = 0
-        self.num_elsewhere = 0
+        self.num_requests = self.num_elsewhere = self.waiting_tokens = self.num_changes = 0
         self.held_back = False
         self.recent: dict[str, None] = {}
         self._max_recent = max_recent
 
-    @property
-    def num_requests(self) -> int:
-        return self.num_waiting + self.num_running + self.num_elsewhere
+    def hear(self, num_elsewhere: int) -> None:
+        """Record the number of other front ends' requests."""
+        self.num_requests += num_elsewhere - self.num_elsewhere
+        self.num_elsewhere = num_elsewhere
 
     def has(self, adapter: str | None) -> bool:
         """True if the adapter is likely there, or on its way."""
@@ -57,7 +57,7 @@ class InstanceLoad:
         """A request comes."""
         self.waiting[adapter] += 1
         self.waiting_prompts[adapter] += prompt_tokens
-        self.num_waiting += 1
+        self.num_requests += 1
         self.waiting_tokens += prompt_tokens
         self.num_changes += 1
         if adapter is not None:
@@ -74,21 +74,19 @@ class InstanceLoad:
         """The request has its first token."""
         self._leave(adapter, prompt_tokens)
         self.running[adapter] += 1
-        self.num_running += 1
 
     def end(self, adapter: str | None, prompt_tokens: int, *, started: bool) -> None:
         """The request is over."""
+        self.num_requests -= 1
         if not started:
             self._leave(adapter, prompt_tokens)
             return
-        self.num_running -= 1
         self.num_changes += 1
         self.running[adapter] -= 1
         if not self.running[adapter]:
             del self.running[adapter]
 
     def _leave(self, adapter: str | None, prompt_tokens: int) -> None:
-        self.num_waiting -= 1
         self.waiting_tokens -= prompt_tokens
         self.num_changes += 1
         for counts, number in ((self.waiting, 1), (self.waiting_prompts, prompt_tokens)):

@@ -277,4 +277,4 @@ def until(condition: Callable[[], object]) -> None:
 
 def tokens_out(front_end: FrontEnd, name: str) -> int:
     """Tokens of requests that the front end still expects of the instance."""
-    return next(one.asked_tokens for one in front_end.instance_registry.instances if one.name == name)
+    return next(one.outstanding_tokens for one in front_end.instance_registry.instances if one.name == name)

@@ -167,7 +167,7 @@ def test_engine_that_can_not_be_brought_is_given_up():
 def test_a_beat_tells_the_router_what_others_ask_of_the_engine():
     watched = Watched()
     watched.pass_s(1.0, beat=Beat(num_running=2, num_waiting=1, outstanding_tokens=70, held_back=True))
-    watched.instance.asked_tokens = 30
+    watched.instance.outstanding_tokens = 30
     watched.run()
     assert watched.instance.outstanding_tokens == 100
     assert watched.instance.load.num_requests == 3

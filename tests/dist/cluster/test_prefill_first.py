@@ -363,8 +363,8 @@ def test_answer_continues_at_a_decode_instance_when_its_own_dies():
 
     async def lost() -> list[int]:
         fleet = made(engines, prefill=("0", "2"))
-        fleet.instances[2].asked_tokens = -100  # the least loaded, so that routing alone would choose it
-        fleet.instances[0].asked_tokens = -200
+        fleet.instances[2].outstanding_tokens = -100  # routing alone would choose it
+        fleet.instances[0].outstanding_tokens = -200
         return tokens([one async for one in fleet.generate(ask("r", max_tokens=6))])
 
     assert asyncio.run(lost()) == [len(PROMPT) + n for n in range(6)]

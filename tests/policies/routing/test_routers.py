@@ -56,7 +56,7 @@ def test_nothing_is_counted_once_all_requests_have_ended(events):
         if fate:
             load.start(adapter, tokens)
     assert load.num_requests == len(events)
-    assert load.num_running == sum(fate > 0 for _, _, fate in events)
+    assert load.running.total() == sum(fate > 0 for _, _, fate in events)
     assert load.waiting_tokens == sum(tokens for _, tokens, fate in events if not fate)
     for adapter, tokens, fate in events:
         load.end(adapter, tokens, started=fate > 0)
