@@ -83,6 +83,30 @@ def manifests(file: str, **options: Any) -> None:
     print(manifests_text(read_content(file), Pods(**options)), end="")
 
 
+@cluster.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+@click.option("--name", default="moe-lora", show_default=True, help="Name of the job and its folders.")
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, resolve_path=True),
+    default=".",
+    help="Folder of all nodes, for the job's file and certificates.  [default: this one]",
+)
+@click.option(
+    "--state-dir", default="/tmp", show_default=True, help="Folder of each node, for adapters' contents."
+)
+@user_errors
+def sbatch(file: str, **options: str) -> None:
+    """Print FILE's cluster as a batch script of Slurm.
+
+    FILE: a cluster.yaml, or a plan of moe-lora provision, with paths as on the nodes and without addresses.
+    """
+    from moe_lora.config.cluster import read_content
+    from moe_lora.dist.launch.slurm import Job, job_text
+
+    print(job_text(read_content(file), Job(**options)), end="")
+
+
 _NAME = click.option("--name", default="moe-lora", show_default=True, help="Name of the cluster.")
 _RAY_ADDRESS = click.option(
     "--ray-address", "address", default="auto", show_default=True, help="Address of the Ray cluster."
