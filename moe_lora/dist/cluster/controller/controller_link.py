@@ -46,7 +46,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NO_LEADER = "no controller leads: all are down, or most members of the leadership's store do not answer"
+_AWAY = "the controller is away, and nothing can be changed without it"
+_NO_LEADER = (
+    "no controller leads: all are down, or most members of the leadership's store do not answer; nothing can "
+    "be changed meanwhile"
+)
 REPORT_S = 0.25
 READY_S = 5.0
 _LOOK_S = 0.05
@@ -125,10 +129,8 @@ class ControllerLink:
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
         """The controller's answer.  Raises its error, or ControllerAwayError."""
         if self._peer is None:
-            away = "the controller is away" if len(self._places) == 1 else _NO_LEADER
-            raise ControllerAwayError(
-                f"{away}, and nothing can be changed meanwhile; requests go on, send this again in a while"
-            )
+            away = _AWAY if len(self._places) == 1 else _NO_LEADER
+            raise ControllerAwayError(f"{away}; requests go on, send this again in a while")
         try:
             return await self._peer.call(verb, *args, **words)
         except PeerEndedError as error:
