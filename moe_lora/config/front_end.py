@@ -455,8 +455,8 @@ class LeadershipConfig(Settings):
 
     store: str = setting("", check=split_store, unset="must be given")
     """Store of the leader's lease: etcd://HOST:PORT,HOST:PORT/KEY with all members (etcds: TLS by the
-    cluster's certificates), or sqlite:///PATH for controllers of one host.  Clusters of one etcd need
-    different keys; the default is moe_lora."""
+    cluster's certificates), or sqlite:///PATH for controllers of one host.  KEY (moe_lora) names the
+    cluster."""
     ttl_s: float = setting(5.0, least=2)
     """Time without a renewal until another controller leads."""
     epoch: int = setting(0, in_file=False)

@@ -24,7 +24,7 @@ class LeaseStore(Protocol):
     """A lease of one holder at a time.  Calls raise StoreError before the lease ends."""
 
     def acquire(self, holder: str) -> tuple[str, int]:
-        """Take the free lease; returns the holder now, and an epoch that rises with each holder."""
+        """Take a free lease; returns the holder and a rising epoch."""
 
     def renew(self) -> None:
         """Raises LostLeaseError."""

@@ -43,7 +43,7 @@ class EtcdStore:
         answer = self._call("/v3/lease/keepalive", {"ID": self._lease}).get("result", {})
         if int(answer.get("TTL", 0)) <= 0:
             raise LostLeaseError("etcd let the lease expire")
-        # A read by a majority: a member without it may renew for a while.
+        # By a majority: one member may renew alone.
         if self._find() != (self._holder, self._epoch):
             raise LostLeaseError("another controller has the leader's key, or the key was deleted")
 
@@ -56,7 +56,7 @@ class EtcdStore:
         return found and (b64decode(found[0]["value"]).decode(), int(found[0]["create_revision"]))
 
     def _call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer of the first member that answers, from the last such member on."""
+        """The first answer of a member."""
         problem = ""
         for _ in self._members:
             try:

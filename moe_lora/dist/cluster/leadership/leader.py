@@ -26,8 +26,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.4
 _RENEW, _AGAIN, _END, _KILL = 0.2, 0.04, 0.8, 0.9
-"""Shares of the lease's time: pauses after a renewal and a failed one; until this process ends, by itself and
-by the kernel."""
+"""Shares of the lease's time: pauses after good and failed renewals; ends by itself and by the kernel."""
 
 
 class Leader:
@@ -45,7 +44,7 @@ class Leader:
         self._thread = threading.Thread(target=self._keep, name="leadership", daemon=True)
 
     def campaign(self) -> int:
-        """Wait for the lease, then renew it until `release`; returns the epoch."""
+        """Wait for the lease; returns the epoch.  Renewals go on until `release`."""
         holder, problem, leads = f"{self._name} {secrets.token_hex(8)}", LastProblem(), LastProblem()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         while True:
@@ -53,7 +52,7 @@ class Leader:
                 other, epoch = self._store.acquire(holder)
                 problem.over()
                 if other == holder:
-                    self._renew()  # the lease may be old, if its first answer was lost
+                    self._renew()
                     break
                 if leads.is_new(f"{other} {epoch}"):
                     leading = other.partition(" ")[0]
@@ -67,7 +66,7 @@ class Leader:
         return epoch
 
     def release(self) -> None:
-        """Free the lease, for the next leader.  Idempotent."""
+        """Free the lease.  Idempotent."""
         if self._over.is_set() or not self._thread.is_alive():
             return
         self._over.set()
@@ -83,7 +82,7 @@ class Leader:
         sent_s = time.monotonic()
         self._store.renew()
         self._until_s = sent_s + _END * self._ttl_s
-        # A stopped process ends before its next instruction.
+        # Ends a stopped process.
         left_s = sent_s + _KILL * self._ttl_s - time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, max(left_s, 1e-6))
 
@@ -120,7 +119,7 @@ class Leader:
 
 @contextmanager
 def leading(cluster: ClusterConfig, name: str | None) -> Iterator[tuple[ClusterConfig, Leader]]:
-    """Wait until this controller leads; the cluster then has the epoch.  SIGTERM ends the wait.
+    """Wait until this controller leads; the cluster then has the epoch.
 
     Raises ConfigError for an unknown name.
     """
