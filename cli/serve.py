@@ -70,7 +70,7 @@ Further settings: --set SECTION.NAME=VALUE; `moe-lora settings` lists them all.
     default="all",
     help="Part of --config: all, front-end or controller.",
 )
-@headed("More", "--name", metavar="NAME", help="Front end of --config, with --role front-end.")
+@headed("More", "--name", metavar="NAME", help="Front end or controller of --config, with --role.")
 @headed(
     "More",
     "--help-vllm",
@@ -108,11 +108,13 @@ def serve(
         raise click.UsageError(f"--role {role} needs --config, the file of its cluster")
     if skip_bad_adapters and role != "all":
         raise click.UsageError("--skip-bad-adapters: a role of its own reads no adapters; leave it out")
-    if name is not None and role != "front-end":
-        raise click.UsageError("--name is a front end's; give --role front-end")
+    if name is not None and (role == "all" or (role == "controller" and not cluster.controllers)):
+        raise click.UsageError(
+            "--name is one of front_ends or controllers; give --role front-end or controller"
+        )
     if num_front_ends is not None and role != "all":
         raise click.UsageError("--front-ends starts them all on this host; a role of its own takes none")
-    if role == "front-end" and cluster.controller is not None:
+    if role == "front-end" and cluster.controllers_at:
         names = ["lora_modules", "lora_dir", *(name for name in options if name.startswith("registry"))]
         refuse_given(names, "adapters are the controller's; give {} to the controller")
     set_log_level(cluster.front_end.log_level)
@@ -127,7 +129,7 @@ def serve(
             assemble.serve_front_end(cluster, name, reload=reload)
             return
         if role == "controller":
-            assemble.serve_controller(cluster, reload)
+            assemble.serve_controller(cluster, reload, name)
             return
         cluster = replace(cluster, engine=fit_to_serve(cluster.engine, skip_bad=skip_bad_adapters))
         num_front_ends = num_front_ends or len(cluster.front_ends) or 1

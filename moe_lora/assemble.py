@@ -137,19 +137,29 @@ def _opened_registry(
     return opened_registry(cluster)
 
 
-def serve_controller(cluster: ClusterConfig, reload: Reload | None = None) -> None:
+def serve_controller(cluster: ClusterConfig, reload: Reload | None = None, name: str | None = None) -> None:
     """Run the controller for a cluster's front ends until a signal.
 
-    Raises as `serve`, and without a controller section.
+    name: of several controllers; runs once the controller leads.  Raises as `serve`, and without a controller
+    section.
     """
     from moe_lora.dist.cluster.controller.front_end_listener import run_controller
 
-    if cluster.controller is None:
+    if not cluster.controllers_at:
         raise ConfigError(
             "the file has no controller section, so there is none to start; add one with address and "
             "engines_address"
         )
     hang_up = None if reload is None else partial(reload.begin, None)
+    if cluster.leadership is not None:
+        from moe_lora.dist.cluster.leadership.leader import leading
+
+        with (
+            leading(cluster, name) as (cluster, leader),
+            _opened_registry(cluster) as (started, registry),
+        ):
+            _run(run_controller(started, registry, hang_up, leader))
+        return
     with _opened_registry(cluster) as (started, registry):
         _run(run_controller(started, registry, hang_up))
 
@@ -238,7 +248,7 @@ def serve_front_end(
 @contextmanager
 def _dialled_fleet(cluster: ClusterConfig, name: str) -> Iterator[AbstractAsyncContextManager[ServedFleet]]:
     """Instances that dial this front end; the controller runs here unless it has a process."""
-    if cluster.controller is not None:
+    if cluster.controllers_at:
         from moe_lora.dist.cluster.controller.controller_link import directed_fleet
 
         yield directed_fleet(cluster, name)

@@ -116,7 +116,7 @@ def front_ends(path: str, num_adapters: int, num_changes: int, channel: Connecti
         links = []
         for name in FRONT_ENDS:
             registry, routes = registry_of(num_adapters), make_routes(cluster())
-            link = ControllerLink(Address(path=path), None, name, registry, routes)
+            link = ControllerLink({"controller": Address(path=path)}, None, name, registry, routes)
             FleetClient(registry, routes, WallClock(), link.call)
             links.append((link, asyncio.create_task(link.run())))
         while any(link.state is None for link, _ in links):

@@ -20,12 +20,15 @@ from .devices import LORA_SERVER, Devices, check_devices, instance_names, read_d
 from .engine import EngineConfig
 from .front_end import (
     CONTROLLER,
+    CONTROLLERS,
     ONE_FRONT_END,
     ControllerConfig,
     FrontEndConfig,
     FrontEndPlace,
+    LeadershipConfig,
     ProvisionConfig,
     RegistryConfig,
+    split_store,
 )
 from .optional_parts import DLoraConfig, LoraServerConfig, PoolConfig, ScalingConfig, SourcesConfig
 from .settings import MISSING, check_names, mapping_of, read_section, settings_of, text_of
@@ -35,6 +38,7 @@ SECTIONS: dict[str, Any] = {
     "lora_server": LoraServerConfig,
     "front_end": FrontEndConfig,
     "controller": ControllerConfig,
+    "leadership": LeadershipConfig,
     "provision": ProvisionConfig,
     "pool": PoolConfig,
     "dlora": DLoraConfig,
@@ -46,8 +50,12 @@ OF_ENGINE = {"pool", "dlora"}
 """Sections whose settings are fields of `EngineConfig`."""
 _FIXED = "fixed"
 """Top of a file that one process writes for another: section → fixed settings (`settings.Rule`)."""
-NAMES = ("model_dir", "served_model_name", "adapters", "certificates", "devices", "front_ends", *SECTIONS)
-"""What stands at the top of the file; front_ends are `FrontEndPlace`s by name."""
+NAMES = (
+    *("model_dir", "served_model_name", "adapters", "certificates", "devices", "front_ends", CONTROLLERS),
+    *SECTIONS,
+)
+"""What stands at the top of the file; front_ends are `FrontEndPlace`s and controllers `ControllerConfig`s by
+name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +69,8 @@ class ClusterConfig:
     there is a LoRA Server, else not at all.  registry: its adapters are served beside those of `engine`; the
     front end opens it.  sources: of fetched adapters; None = none.  front_ends: by name, where there are
     several; what else they need stands in front_end.  scaling: of the number of instances.  controller: the
-    process that decides for them; None = the one front end does.  devices: of the ranks on one host, by role.
+    process that decides for them; None = the one front end does.  controllers: in its place, by name; the
+    leader decides (leadership).  devices: of the ranks on one host, by role.
     """
 
     engine: EngineConfig
@@ -76,6 +85,8 @@ class ClusterConfig:
     scaling: ScalingConfig | None = None
     front_ends: Mapping[str, FrontEndPlace] = field(default_factory=dict)
     controller: ControllerConfig | None = None
+    controllers: Mapping[str, ControllerConfig] = field(default_factory=dict)
+    leadership: LeadershipConfig | None = None
     devices: Devices = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,6 +99,8 @@ class ClusterConfig:
                 "served_model_name (--served-model-name)"
             )
         self._check_places()
+        if self.controllers or self.leadership is not None:
+            self._check_controllers()
         if self.devices and self.engine.device == "cpu":
             raise ConfigError("devices and engine.device='cpu' do not go together; leave one of them out")
         check_devices(self.devices, self.engine.num_ranks, has_server=self.lora_server is not None)
@@ -112,7 +125,7 @@ class ClusterConfig:
                 raise ConfigError(
                     f"front_end.prefill_instances and {other} do not go together; leave one of them out"
                 )
-        if self.controller is not None or self.front_end.engines_address is not None:
+        if self.controllers_at or self.front_end.engines_address is not None:
             return  # other hosts may have further instances
         names, prefill = instance_names(self.engine.num_instances), self.front_end.prefill_instances
         if unknown := sorted(set(prefill) - set(names)):
@@ -160,13 +173,13 @@ class ClusterConfig:
 
     def _check_places(self) -> None:
         """Raises ConfigError for places that can't be right together."""
-        if self.front_ends and self.controller is None:
+        if self.front_ends and not self.controllers_at:
             raise ConfigError(
                 "front_ends needs a controller: where each decided by itself, their adapters and placements "
                 "would differ; add a controller section with address and engines_address"
             )
-        if CONTROLLER in self.front_ends:
-            raise ConfigError(f"front_ends: the name {CONTROLLER!r} is the controller's; give another")
+        for name in {CONTROLLER, *self.controllers_at} & self.front_ends.keys():
+            raise ConfigError(f"front_ends: the name {name!r} is the controller's; give another")
         if self.front_ends and self.front_end.engines_address is not None:
             raise ConfigError(
                 "front_end.engines_address and front_ends are both given; give each of front_ends its "
@@ -182,9 +195,8 @@ class ClusterConfig:
         addresses = {"front_end.engines_address": self.front_end.engines_address}
         for name, one in self.front_ends.items():
             addresses[f"front_ends.{name}.engines_address"] = one.engines_address
-        if self.controller is not None:
-            addresses[f"{CONTROLLER}.address"] = self.controller.address
-            addresses[f"{CONTROLLER}.engines_address"] = self.controller.engines_address
+        for name, found in self.controllers_at.items():
+            addresses |= {f"{name}.address": found.address, f"{name}.engines_address": found.engines_address}
         first: dict[Address, str] = {}
         for place, address in addresses.items():
             if address is not None:
@@ -196,6 +208,39 @@ class ClusterConfig:
         for place, address in {"front_end.admin_address": self.front_end.admin_address, **addresses}.items():
             if address is not None:
                 _check_free(place, address, first.get(parse_address(place, address), place))
+
+    def _check_controllers(self) -> None:
+        """Raises ConfigError for controllers that no store can choose among."""
+        if self.controller is not None or not self.controllers or self.leadership is None:
+            raise ConfigError(
+                "controllers and leadership go together, in place of controller; give leadership.store, such "
+                "as etcd://10.0.0.1:2379, and leave controller out"
+            )
+        hosts = {parse_address("", one.address).host for one in self.controllers.values()}
+        if len(hosts) == 1:
+            return
+        if split_store("leadership.store", self.leadership.store)[0] == "sqlite":
+            raise ConfigError(
+                f"leadership.store={self.leadership.store} is a file of one host, and controllers have "
+                f"{len(hosts)} hosts; give etcd://HOST:PORT"
+            )
+        if self.registry is not None:
+            raise ConfigError(
+                "registry and controllers of several hosts do not go together: a registry is a folder of one "
+                "host; give all controllers addresses of one host, or leave registry out"
+            )
+
+    @property
+    def controllers_at(self) -> dict[str, ControllerConfig]:
+        """Addresses of each controller, by its section; empty: the one front end decides."""
+        if self.controller is not None:
+            return {CONTROLLER: self.controller}
+        return {f"{CONTROLLERS}.{name}": place for name, place in self.controllers.items()}
+
+    @property
+    def epoch(self) -> int:
+        """Of the leader in this process, else 0."""
+        return 0 if self.leadership is None else self.leadership.epoch
 
     @property
     def has_addresses(self) -> bool:
@@ -293,15 +338,14 @@ class ClusterConfig:
         return self.certificates is None and all(one.path for one in self.dialled_addresses().values())
 
     def dialled_addresses(self) -> dict[str, Address]:
-        """Where everything is that an instance dials, by name: the controller and each front end.
+        """Where everything is that an instance dials, by name: controllers and front ends.
 
         Raises ConfigError if the file does not say where.
         """
         dialled = {name: one.engines_address for name, one in self.front_ends.items()}
         if not self.front_ends:
             dialled[ONE_FRONT_END] = self.engines_address()
-        if self.controller is not None:
-            dialled[CONTROLLER] = self.controller.engines_address
+        dialled |= {name: place.engines_address for name, place in self.controllers_at.items()}
         return {name: parse_address("engines_address", address) for name, address in dialled.items()}
 
 
@@ -374,6 +418,12 @@ def cluster_of(content: Any, folder: Path, *, scales: bool = False) -> ClusterCo
             )
             for name, place in mapping_of("front_ends", given.get("front_ends")).items()
         },
+        controllers={
+            _name(CONTROLLERS, name): ControllerConfig(
+                **_section(ControllerConfig, f"{CONTROLLERS}.{name}", place, folder)
+            )
+            for name, place in mapping_of(CONTROLLERS, given.get(CONTROLLERS)).items()
+        },
         devices=read_devices(given.get("devices")),
         **{name: SECTIONS[name](**values) for name, values in found.items()},
     )
@@ -437,6 +487,7 @@ def cluster_text(cluster: ClusterConfig) -> str:
         "certificates": None if cluster.certificates is None else os.path.abspath(cluster.certificates),
         "devices": {role: list(numbers) for role, numbers in cluster.devices.items()},
         "front_ends": {name: _plain(place) for name, place in cluster.front_ends.items()},
+        CONTROLLERS: {name: _plain(place) for name, place in cluster.controllers.items()},
         **{name: _plain(settings) for name, settings in sections.items() if settings is not None},
         _FIXED: {
             name: found

@@ -13,7 +13,7 @@ from moe_lora.core.errors import ConfigError
 
 from .settings import Settings, setting
 
-CONTROLLER = "controller"
+CONTROLLER, CONTROLLERS = "controller", "controllers"
 ONE_FRONT_END = "front-end"
 """The name of a cluster's only front end, which its file need not name."""
 PERFORMANCE_FORMS = ("toppings", "full")
@@ -421,6 +421,46 @@ class ControllerConfig(Settings):
     """Address for front ends to dial: host:port, or the path of a socket."""
     engines_address: str = setting(check=parse_address)
     """Address for instances to dial the controller, beside every front end."""
+
+
+STORES = ("etcd", "etcds", "sqlite")
+
+
+def split_store(setting: str, store: str) -> tuple[str, list[str], str]:
+    """Scheme, members as host:port, and key or path of a store.  Raises ConfigError."""
+    scheme, separator, rest = store.partition("://")
+    places, slash, path = rest.partition("/")
+    members = places.split(",") if places else []
+    if not separator or scheme not in STORES or bool(members) == (scheme == "sqlite"):
+        raise ConfigError(
+            f"{setting}={store!r} names no store; give etcd://HOST:PORT,HOST:PORT or, for controllers of one "
+            "host, sqlite:///PATH"
+        )
+    for member in members:
+        if "@" in member or parse_address(setting, member).path:
+            raise ConfigError(
+                f"{setting}: {member!r} is not HOST:PORT; etcd's users are not supported, use etcds:// or a "
+                "private network"
+            )
+    if scheme == "sqlite" and not path:
+        raise ConfigError(f"{setting}={store!r} has no path; give sqlite:///PATH of a file on this host")
+    return scheme, members, slash + path if scheme == "sqlite" else path or "moe_lora"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeadershipConfig(Settings):
+    """How one of several controllers becomes the leader."""
+
+    SECTION: ClassVar[str] = "leadership"
+
+    store: str = setting("", check=split_store, unset="must be given")
+    """Store of the leader's lease: etcd://HOST:PORT,HOST:PORT/KEY with all members (etcds: TLS by the
+    cluster's certificates), or sqlite:///PATH for controllers of one host.  KEY (moe_lora) names the
+    cluster."""
+    ttl_s: float = setting(5.0, least=2)
+    """Time without a renewal until another controller leads."""
+    epoch: int = setting(0, in_file=False)
+    """Number of the leadership of this process; 0: not a leader."""
 
 
 @dataclass(frozen=True, kw_only=True)

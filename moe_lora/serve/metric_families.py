@@ -428,6 +428,14 @@ def link_families(model_name: str, link: ControllerLink) -> Iterator[Metric]:
         ("model_name", "front_end"),
         {(model_name, link.name): 1},
     )
+    if link.epoch:
+        yield family(
+            GaugeMetricFamily,
+            "moe_lora:controller_epoch",
+            "Epoch of the latest leading one of several controllers.",
+            ("model_name", "controller"),
+            {(model_name, link.leader): link.epoch},
+        )
     number = 0 if link.state is None else link.state.number
     for kind, name, text, value in (
         (GaugeMetricFamily, "moe_lora:controller_up", "1 while the controller is there.", link.up),

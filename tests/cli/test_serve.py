@@ -285,7 +285,7 @@ def test_a_role_alone_needs_a_file(model_dir, role):
 def test_a_name_is_a_front_ends(cluster_file):
     result = run("--config", cluster_file, "--role", "controller", "--name", "one")
     assert result.exit_code == 2
-    assert "--name is a front end's" in result.output
+    assert "--name is one of front_ends or controllers" in result.output
 
 
 def test_a_role_of_its_own_starts_no_front_ends(cluster_file):

@@ -43,6 +43,15 @@ controller: {address: "10.0.0.1:7700", engines_address: "10.0.0.1:7701"}
 """
 
 
+def _controllers(a: str, b: str, store: str, more: str = "ttl_s: 5") -> str:
+    """A file with two controllers; each one's second port is the next."""
+    places = [f"{{address: '{one}', engines_address: '{one[:-1]}{int(one[-1]) + 1}'}}" for one in (a, b)]
+    return (
+        f"model_dir: m\ncontrollers: {{a: {places[0]}, b: {places[1]}}}\n"
+        f"leadership: {{store: '{store}', {more}}}\nfront_end: {{engines_address: 'f:1'}}\n"
+    )
+
+
 @pytest.fixture
 def read(tmp_path):
     def read_text(text: str):
@@ -188,6 +197,18 @@ def test_certificates_are_read_from_the_folder(read, tmp_path):
         ("model_dir: m\nfront_end: {engines_address: 'h:0'}", "'h:0' is not host:port"),
         ("model_dir: m\nfront_end: {engines_address: 'h:²'}", "'h:²' is not host:port"),
         ("model_dir: m\nfront_ends: {a: {engines_address: 'h:1'}}", "front_ends needs a controller"),
+        ("model_dir: m\ncontrollers: {a: {address: /a, engines_address: /b}}", "leadership go together"),
+        ("model_dir: m\nleadership: {store: 'sqlite:///l'}", "controllers and leadership go together"),
+        (f"{SEVERAL}leadership: {{store: 'sqlite:///l'}}", "in place of controller"),
+        (_controllers("h:1", "h:3", "zk://h:1"), "'zk://h:1' names no store; give etcd://HOST:PORT"),
+        (_controllers("h:1", "h:3", "sqlite://h/lease"), "names no store; give etcd://HOST:PORT"),
+        (_controllers("h:1", "h:3", "sqlite:///"), "has no path; give sqlite:///PATH"),
+        (_controllers("h:1", "h:3", "etcd://me:x@h:1"), "etcd's users are not supported"),
+        (_controllers("h:1", "h:3", "etcd://h"), "leadership.store='h' is not host:port"),
+        (_controllers("h:1", "h:2", "etcd://h:1"), "controllers.b.address='h:2' is controllers.a.engines"),
+        (_controllers("h:1", "i:1", "sqlite:///lease"), "is a file of one host, and controllers have 2"),
+        (_controllers("h:1", "i:1", "etcd://h:1") + "registry: {folder: r}\n", "registry and controllers"),
+        (_controllers("h:1", "h:3", "etcd://h:1", "ttl_s: 1"), "leadership.ttl_s=1.0 must be 2 or more"),
         ("model_dir: m\nfront_ends: [a]", "front_ends must be a mapping"),
         ("model_dir: m\nfront_ends: {a: {}}", "front_ends.a.engines_address is missing"),
         ("model_dir: m\nfront_ends: {a: {engines_address: null}}", "engines_address=None must be a text"),
@@ -299,6 +320,14 @@ def test_instances_dial_the_controller_and_every_front_end(read):
         "one": Address("10.0.0.1", 7600),
         "two": Address("10.0.0.2", 7600),
     }
+
+
+def test_front_ends_and_instances_know_every_controller(read, tmp_path):
+    cluster = read(_controllers("h:1", "i:1", "etcd://h:9,i:9/key"))
+    assert list(cluster.dialled_addresses()) == ["front-end", "controllers.a", "controllers.b"]
+    (tmp_path / "again.yaml").write_text(cluster_text(cluster))
+    assert read_cluster(tmp_path / "again.yaml") == cluster
+    assert cluster.epoch == 0
 
 
 def test_an_only_front_end_needs_no_name(read):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -33,10 +33,15 @@ LOADED = "loaded"
 
 
 class ControlledCluster(Cluster):
-    """As `Cluster`, without a LoRA Server, with several front ends and their controller."""
+    """As `Cluster`, without a LoRA Server, with several front ends and their controller.
 
-    def __init__(self, folder: Path) -> None:
-        roles = ("front-end", "lora-server", *FRONT_ENDS, "controller", "instance-1", "instance-2")
+    leadership: of controllers by these names, in place of one.
+    """
+
+    def __init__(
+        self, folder: Path, controllers: Sequence[str] = ("controller",), leadership: dict | None = None
+    ) -> None:
+        roles = ("front-end", "lora-server", *FRONT_ENDS, *controllers, "instance-1", "instance-2")
         super().__init__({role: Host(role, "127.0.0.1", folder / role) for role in roles}, transport="shm")
         self.urls = {name: f"http://127.0.0.1:{free_port()}" for name in FRONT_ENDS}
         for host in self.hosts.values():
@@ -51,10 +56,17 @@ class ControlledCluster(Cluster):
                 }
                 for name, url in self.urls.items()
             }
-            content["controller"] = {
-                "address": self._address("controller", "address"),
-                "engines_address": self._address("controller", "listener"),
+            places = {
+                name: {
+                    "address": self._address(name, "address"),
+                    "engines_address": self._address(name, "listener"),
+                }
+                for name in controllers
             }
+            if leadership is None:
+                content["controller"] = places["controller"]
+            else:
+                content |= {"controllers": places, "leadership": leadership}
             path.write_text(yaml.safe_dump(content))
 
     def _address(self, *what: str) -> str:
@@ -68,6 +80,9 @@ class ControlledCluster(Cluster):
 
     def controller(self) -> Job:
         return self.serve("controller", "--role", "controller")
+
+    def controller_named(self, name: str) -> Job:
+        return self.serve(name, "--role", "controller", "--name", name)
 
     def front_end_named(self, name: str) -> Job:
         return self.serve(name, "--role", "front-end", "--name", name)

@@ -150,7 +150,8 @@ def test_names_and_labels_of_metrics() -> None:
     instance = {one.name: 1 for one in dataclasses.fields(InstanceStats) if one.name != "name"}
     numbers = {one.name: 1 for one in dataclasses.fields(EngineStats) if one.name.startswith("num_")}
     routes = SimpleNamespace(meter=None, ranks={})
-    link: Any = ControllerLink(Address(path="/nowhere"), None, "a", None, routes)  # type: ignore[arg-type]
+    link: Any = ControllerLink({"controller": Address(path="/nowhere")}, None, "a", None, routes)  # type: ignore[arg-type]
+    link._fence = SimpleNamespace(epoch=1)  # as of one of several controllers
     ones: Any = _Ones()
     link.figures = Figures(num_tables=1, num_copies=1, num_problems=1, quality=ones, outlook=ones)
     front_end = FrontEndConfig(placement="loraserve", operating_points="points.json")

@@ -44,6 +44,7 @@ from moe_lora.engine.client.messages import (
 from moe_lora.engine.verbs import ENGINE_VERBS
 
 if TYPE_CHECKING:
+    from moe_lora.dist.net.fence import Fence
     from moe_lora.dist.net.keys import Keys
 
 logger = logging.getLogger(__name__)
@@ -226,13 +227,13 @@ class ConnectionMux:
 INSTANCE_INTERFACE = Interface({**ENGINE_VERBS, **verbs_of(ConnectionMux)})
 HANDSHAKE = Handshake(
     "front end",
-    version=19,
+    version=20,
     payload=Decoder(InstanceFacts),
     dials=Protocol.of(Request, Abort, answers=INSTANCE_INTERFACE),
     listens=Protocol.of(Outputs, Rejected, Dead, Beat, Move, asks=INSTANCE_INTERFACE),
-    welcome=Decoder(float),
+    welcome=Decoder(tuple[float, int]),
 )
-"""The epoch: constant in the engine's process.  The welcome: seconds between beats."""
+"""The epoch: constant in the engine's process.  The welcome: seconds between beats, a leader's epoch or 0."""
 
 
 class FrontEndLinks:
@@ -251,6 +252,7 @@ class FrontEndLinks:
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self._heartbeat_s: dict[Peer, float] = {}
+        self._fence: Fence | None = None
         self.failed = False
         """True if the engine failed."""
         self.restarts = False
@@ -297,7 +299,13 @@ class FrontEndLinks:
         self._stopping.set()
 
     async def _connect(self, name: str, address: Address, hello: Callable[[], Hello]) -> Peer:
-        peer, heartbeat_s = await HANDSHAKE.open(await dial(name, address, self._keys), address, hello())
+        connection = await dial(name, address, self._keys)
+        peer, (heartbeat_s, epoch) = await HANDSHAKE.open(connection, address, hello())
+        if epoch:
+            from moe_lora.dist.net.fence import Fence
+
+            self._fence = self._fence or Fence()
+            self._fence.admit(peer, epoch)
         self._heartbeat_s[peer] = heartbeat_s
         return peer
 

@@ -361,7 +361,7 @@ class InstanceListener:
     """Admits engines of this cluster to the `InstanceRegistry`.
 
     catch_up None: another process's controller manages the adapters.  on_give_up: called with a dead engine's
-    name.
+    name.  epoch: of a leading controller.
     """
 
     def __init__(
@@ -370,8 +370,10 @@ class InstanceListener:
         catch_up: CatchUp | None = None,
         on_give_up: Callable[[str], None] = lambda name: None,
         max_unread: int = LimitsConfig.max_unread_steps,
+        epoch: int = 0,
     ) -> None:
         self._max_unread = max_unread
+        self._epoch = epoch
         self._instance_registry = instance_registry
         self._on_give_up = on_give_up
         self._catch_up = catch_up
@@ -388,8 +390,8 @@ class InstanceListener:
             logger.info("LLM instances are awaited at %s", place)
             yield place
 
-    def _register(self, caller: Dialler) -> float:
-        """Register an engine; returns seconds between beats.  Raises RefusedError."""
+    def _register(self, caller: Dialler) -> tuple[float, int]:
+        """Register an engine; returns seconds between beats, and the epoch.  Raises RefusedError."""
         info: ModelInfo = caller.payload.info
         first = self._info or info
         for fact in _ALIKE:
@@ -402,7 +404,7 @@ class InstanceListener:
             raise RefusedError(reason, "give each its own --name")
         self._info = first
         self._inside.add(caller.name)
-        return self._instance_registry.heartbeat.interval_s
+        return self._instance_registry.heartbeat.interval_s, self._epoch
 
     async def _serve(self, peer: Peer, caller: Dialler) -> None:
         try:

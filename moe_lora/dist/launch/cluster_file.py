@@ -60,9 +60,10 @@ def on_sockets(cluster: ClusterConfig, num_front_ends: int, folder: str) -> Clus
     A single front end starts the instances and includes the controller.
     """
     front_end = replace(cluster.front_end, engines_address=None)
+    cluster = replace(cluster, controller=None, controllers={}, leadership=None, front_ends={})
     if num_front_ends == 1:
         alone = replace(front_end, engines_address=f"{folder}/engines")
-        return replace(cluster, certificates=None, front_end=alone, front_ends={}, controller=None)
+        return replace(cluster, certificates=None, front_end=alone)
     return replace(
         cluster,
         certificates=None,

@@ -163,6 +163,8 @@ async def local_lora_server(
             front_end=replace(cluster.front_end, engines_address=None),
             front_ends={},
             controller=None,
+            controllers={},
+            leadership=None,
         )
         file = stack.enter_context(cluster_file(alone))
         dead_s = cluster.front_end.heartbeat_dead_s

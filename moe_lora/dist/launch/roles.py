@@ -113,7 +113,7 @@ def serve_instance(
         contents_dir=contents,
         # A bad folder stops no instance: the controller sends the adapter or marks it bad.  A server with its
         # own instances reports named adapters at start.
-        leave_out_bad=cluster.controller is not None or starts != 0 or cluster.serves_whole_registry,
+        leave_out_bad=bool(cluster.controllers_at) or starts != 0 or cluster.serves_whole_registry,
     )
     if config.device_shares:
         from .cluster_file import use_devices

@@ -31,6 +31,8 @@ _MADE_HERE = (
     ("devices",),
     ("front_ends",),
     ("controller",),
+    ("controllers",),
+    ("leadership",),
     ("front_end", "engines_address"),
     ("front_end", "host"),
     ("lora_server", "address"),

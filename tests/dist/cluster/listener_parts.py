@@ -213,6 +213,7 @@ class FrontEnd:
         heartbeat: Heartbeat | None = None,
         make_entry=caught_up,
         keys: Keys | None = None,
+        epoch: int = 0,
     ) -> None:
         self.given_up: list[str] = []
         self._folder = tempfile.TemporaryDirectory(prefix="moe_lora-")
@@ -229,9 +230,8 @@ class FrontEnd:
             address = (
                 own if socket is None else socket if isinstance(socket, Address) else Address(path=socket)
             )
-            async with InstanceListener(self.instance_registry, self.entry, self.given_up.append).open(
-                "engines_address", address, keys
-            ) as found:
+            listener = InstanceListener(self.instance_registry, self.entry, self.given_up.append, epoch=epoch)
+            async with listener.open("engines_address", address, keys) as found:
                 place.set_result(found)
                 await self._closing.wait()
                 await self.fleet.close()

@@ -214,7 +214,9 @@ async def controlled_fleet(
 
         attach_resolver(fleet, cluster, controller.call)
     catch_up = CatchUp(instance_registry, recovery_s)
-    listener = InstanceListener(instance_registry, catch_up, on_give_up, cluster.front_end.max_unread_steps)
+    listener = InstanceListener(
+        instance_registry, catch_up, on_give_up, cluster.front_end.max_unread_steps, cluster.epoch
+    )
     keys = None
     if not cluster.on_one_host:
         from moe_lora.dist.net.keys import keys_of

@@ -36,10 +36,10 @@ _VALUES = ("restarting", "aborts", "ordered", "table_version")
 class ClusterState(Message, frozen=True, kw_only=True):
     """The controller's decisions.
 
-    number: rises with each change, even over restarts.  holdings: of instances in the controller's routing.
-    restarting: dropped by the next controller.  aliases: with removed aliases.  ordered: see
-    `StandingOrders.active`.  table: adapter -> (instance name, phi); demand: tokens/s by adapter behind the
-    table.
+    number: rises with each change, even over restarts.  epoch: of the leader; 0: an only controller.
+    holdings: of instances in the controller's routing.  restarting: dropped by the next controller.
+    aliases: with removed aliases.  ordered: see `StandingOrders.active`.  table: adapter -> (instance name,
+    phi); demand: tokens/s by adapter behind the table.
     """
 
     number: int
@@ -54,6 +54,12 @@ class ClusterState(Message, frozen=True, kw_only=True):
     table: Mapping[str, tuple[tuple[str, float], ...]] = field(default_factory=dict)
     table_version: int = 0
     demand: Mapping[str, float] = field(default_factory=dict)
+    epoch: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Rises with each state of a cluster."""
+        return self.epoch, self.number
 
 
 class StateChange(Message, frozen=True, kw_only=True):
@@ -141,18 +147,23 @@ class ClusterStateLog:
     """Records decisions, each with a higher number."""
 
     def __init__(
-        self, instance_registry: InstanceRegistry, routes: Routes, placement: PlacementController | None
+        self,
+        instance_registry: InstanceRegistry,
+        routes: Routes,
+        placement: PlacementController | None,
+        epoch: int = 0,
     ) -> None:
         self._instance_registry = instance_registry
         self._routes = routes
         self._placement = placement
-        self.state = ClusterState(number=0)
+        self.state = ClusterState(number=0, epoch=epoch)
 
     def write(self) -> StateChange | None:
         """Bring `state` up to date; returns the change, if any."""
         standing = self._instance_registry.standing
         now = ClusterState(
             number=self.state.number,
+            epoch=self.state.epoch,
             served=self._instance_registry.served,
             ranks=dict(self._routes.ranks),
             holdings=self._instance_registry.holdings,

@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.address import Address, parse_address
@@ -40,8 +41,16 @@ from .cluster_state import (
 from .protocol import HANDSHAKE
 from .routes import Routes, make_routes
 
+if TYPE_CHECKING:
+    from moe_lora.dist.net.fence import Fence
+
 logger = logging.getLogger(__name__)
 
+_AWAY = "the controller is away, and nothing can be changed without it"
+_NO_LEADER = (
+    "no controller leads: all are down, or most members of the leadership's store do not answer; nothing can "
+    "be changed meanwhile"
+)
 REPORT_S = 0.25
 READY_S = 5.0
 _LOOK_S = 0.05
@@ -78,12 +87,13 @@ class ReportedWindow:
 class ControllerLink:
     """Carries a front end's calls and reports to the controller, and decisions to registry and router.
 
-    Belongs to the event loop of `run`.  state: the newest.  num_joins: connections so far.
+    Belongs to the event loop of `run`.  places: controllers; one leads.  state: the newest.  num_joins:
+    connections so far.  leader: the latest controller.
     """
 
     def __init__(
         self,
-        address: Address,
+        places: Mapping[str, Address],
         keys: Keys | None,
         name: str,
         instance_registry: InstanceRegistry,
@@ -91,7 +101,7 @@ class ControllerLink:
         *,
         watched: bool = True,
     ) -> None:
-        self._address, self._keys, self.name = address, keys, name
+        self._places, self._keys, self.name = places, keys, name
         self._instance_registry, self._routes = instance_registry, routes
         self._peer: Peer | None = None
         self.ranks = routes.ranks
@@ -99,11 +109,18 @@ class ControllerLink:
         self.figures = Figures()
         self.window = ReportedWindow() if watched else None
         self.num_joins = 0
+        self.leader = ""
+        self._fence: Fence | None = None
         self._is_leaving = False
 
     @property
     def link(self) -> ControllerLink:
         return self
+
+    @property
+    def epoch(self) -> int:
+        """The leader's; 0: an only controller."""
+        return 0 if self._fence is None else self._fence.epoch
 
     @property
     def up(self) -> bool:
@@ -112,10 +129,8 @@ class ControllerLink:
     async def call(self, verb: str, *args: Any, **words: Any) -> Any:
         """The controller's answer.  Raises its error, or ControllerAwayError."""
         if self._peer is None:
-            raise ControllerAwayError(
-                "the controller is away, and nothing can be changed without it; requests go on, send this "
-                "again in a while"
-            )
+            away = _AWAY if len(self._places) == 1 else _NO_LEADER
+            raise ControllerAwayError(f"{away}; requests go on, send this again in a while")
         try:
             return await self._peer.call(verb, *args, **words)
         except PeerEndedError as error:
@@ -139,7 +154,10 @@ class ControllerLink:
 
     async def run(self) -> None:
         """Keep the connection and report events, until cancelled."""
-        dialling = asyncio.create_task(stay_connected("the controller", self._connect, self._serve))
+        dialling = [
+            asyncio.create_task(stay_connected(name, partial(self._connect, name, address), self._serve))
+            for name, address in self._places.items()
+        ]
         reported: tuple[Peer | None, dict[str, str | None]] = None, {}
         try:
             while True:
@@ -152,16 +170,23 @@ class ControllerLink:
                     self._peer.send(FrontEndReport(tokens, visits, now[1]))
                     reported = now
         finally:
-            dialling.cancel()
+            for one in dialling:
+                one.cancel()
             if self._peer is not None:
                 self._peer.end("the front end was stopped")
                 await self._peer.closed()
 
-    async def _connect(self) -> Peer:
+    async def _connect(self, name: str, address: Address) -> Peer:
         pings = Pings.within(self._routes.config.heartbeat_timeout_s)
-        connection = await dial("controller.address", self._address, self._keys, pings)
-        hello = HANDSHAKE.hello(self.name, self.state)
-        return (await HANDSHAKE.open(connection, self._address, hello))[0]
+        connection = await dial(f"{name}.address", address, self._keys, pings)
+        peer, epoch = await HANDSHAKE.open(connection, address, HANDSHAKE.hello(self.name, self.state))
+        if epoch:
+            from moe_lora.dist.net.fence import Fence
+
+            self._fence = self._fence or Fence()
+            self._fence.admit(peer, epoch)
+        self.leader = name
+        return peer
 
     async def _serve(self, peer: Peer) -> None:
         self._peer = peer
@@ -172,12 +197,13 @@ class ControllerLink:
             async for message in peer.messages():
                 self.receive(message)
         finally:
-            self._peer = None
+            if self._peer is peer:
+                self._peer = None
         logger.warning("lost the controller: %s; requests go on by what it said last", peer.problem)
 
     def receive(self, message: Message | Asked) -> None:
         if isinstance(message, ClusterState):
-            if self.state is None or message.number > self.state.number:
+            if self.state is None or message.order > self.state.order:
                 here = ClusterState(number=0, served=self._instance_registry.served, ranks=self.ranks)
                 self._take(message, StateChange.between(here, message))
         elif isinstance(message, StateChange):
@@ -222,13 +248,14 @@ async def directed_fleet(cluster: ClusterConfig, name: str) -> AsyncIterator[Dir
 
     Raises ConfigError for errors known at start.
     """
-    assert cluster.controller is not None
     place, keys = cluster.dialled_addresses()[name], keys_of(cluster)
-    address = parse_address("controller.address", cluster.controller.address)
+    places = {
+        one: parse_address(f"{one}.address", found.address) for one, found in cluster.controllers_at.items()
+    }
     registry = InstanceRegistry((), cluster.engine.adapters, heartbeat=Heartbeat.of(cluster.front_end))
     routes = make_routes(cluster)
     watched = cluster.provisioning is not None
-    link = ControllerLink(address, keys, name, registry, routes, watched=watched)
+    link = ControllerLink(places, keys, name, registry, routes, watched=watched)
     fleet = make_client(cluster, registry, routes, link.call, name)
     if cluster.has_resolver:
         from moe_lora.dist.cluster.resolving import attach_resolver

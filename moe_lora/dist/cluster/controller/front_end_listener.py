@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from anyio import fail_after
 
-from moe_lora.config import CONTROLLER, ONE_FRONT_END
+from moe_lora.config import ONE_FRONT_END
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import MoeLoraError
@@ -41,6 +41,8 @@ from .protocol import HANDSHAKE
 from .routes import make_routes
 
 if TYPE_CHECKING:
+    from moe_lora.dist.cluster.leadership.leader import Leader
+
     from .served_registry import ServedRegistry
 
 logger = logging.getLogger(__name__)
@@ -85,12 +87,12 @@ class FrontEndListener:
     The recovery ends after the configured front ends' reports.
     """
 
-    def __init__(self, controlled: ControlledFleet, front_ends: Collection[str]) -> None:
+    def __init__(self, controlled: ControlledFleet, front_ends: Collection[str], epoch: int = 0) -> None:
         self.sessions: list[Session] = []
         self._controlled = controlled
         self._controller = controlled.controller
         self._state_log = ClusterStateLog(
-            controlled.instance_registry, controlled.routes, controlled.controller.placement
+            controlled.instance_registry, controlled.routes, controlled.controller.placement, epoch
         )
         if self._controller.instances is not None:
             self._controller.instances.seen_by_all = self._seen_by_all
@@ -100,11 +102,13 @@ class FrontEndListener:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
-    async def open(self, address: Address, keys: Keys | None) -> AsyncIterator[Address]:
+    async def open(
+        self, address: Address, keys: Keys | None, setting: str = "controller.address"
+    ) -> AsyncIterator[Address]:
         """Listen until the context ends.  Raises ConfigError if the address is unavailable."""
-        visit = partial(HANDSHAKE.receive, lambda caller: None, self._serve)
+        visit = partial(HANDSHAKE.receive, lambda caller: self._state_log.state.epoch, self._serve)
         pings = Pings.within(self._controlled.routes.config.heartbeat_timeout_s)
-        async with listen("controller.address", address, keys, visit, pings) as place:
+        async with listen(setting, address, keys, visit, pings) as place:
             yield place
 
     async def run(self) -> None:
@@ -258,25 +262,33 @@ class FrontEndListener:
 
 
 async def run_controller(
-    cluster: ClusterConfig, registry: ServedRegistry | None, hang_up: Callable[[], object] | None = None
+    cluster: ClusterConfig,
+    registry: ServedRegistry | None,
+    hang_up: Callable[[], object] | None = None,
+    leader: Leader | None = None,
 ) -> None:
     """Run the controller of a cluster until SIGINT or SIGTERM.
 
-    hang_up: effect of SIGHUP.  Raises ConfigError for errors known at start.
+    hang_up: effect of SIGHUP.  leader: of several controllers.  Raises ConfigError for errors known at start.
     """
-    assert cluster.controller is not None
     loop = asyncio.get_running_loop()
     if hang_up is not None:
         loop.add_signal_handler(signal.SIGHUP, hang_up)
-    address = parse_address("controller.address", cluster.controller.address)
-    setting, engines = "controller.engines_address", cluster.dialled_addresses()[CONTROLLER]
-    fleet = controlled_fleet(cluster, make_routes(cluster), setting, engines, registry=registry)
+    section = next(iter(cluster.controllers_at)) if leader is None else leader.section
+    setting, place = f"{section}.address", cluster.controllers_at[section]
+    address = parse_address(setting, place.address)
+    name, engines = f"{section}.engines_address", cluster.dialled_addresses()[section]
+    fleet = controlled_fleet(cluster, make_routes(cluster), name, engines, registry=registry)
     async with fleet as controlled:
-        listener = FrontEndListener(controlled, cluster.front_ends or (ONE_FRONT_END,))
-        async with listener.open(address, keys_of(cluster)) as place:
+        listener = FrontEndListener(controlled, cluster.front_ends or (ONE_FRONT_END,), cluster.epoch)
+        async with listener.open(address, keys_of(cluster), setting) as bound:
             task = asyncio.create_task(listener.run())
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, task.cancel)
-            logger.info("the controller listens at %s", place)
+            logger.info("the controller listens at %s", bound)
+            if leader is not None:
+                leader.loop = loop
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+            if leader is not None:
+                await asyncio.to_thread(leader.release)

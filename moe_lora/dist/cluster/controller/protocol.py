@@ -19,9 +19,10 @@ CONTROLLER_INTERFACE = Interface(
 )
 HANDSHAKE = Handshake(
     "controller",
-    version=11,
+    version=12,
     payload=Decoder(ClusterState | None),
     dials=Protocol.of(ClusterState, StateChange, Figures, asks=CONTROLLER_INTERFACE),
     listens=Protocol.of(FrontEndReport, Leaving, Taken, answers=CONTROLLER_INTERFACE),
+    welcome=Decoder(int),
 )
-"""The payload: the front end's last state."""
+"""The payload: the front end's last state.  The welcome: a leader's epoch, or 0."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from tempfile import TemporaryDirectory
 
@@ -51,6 +51,7 @@ class ControllerSide:
         fleet_engines: list[CountingEngine],
         placement: str | None = None,
         registry: ServedRegistry | None = None,
+        epoch: int = 0,
     ) -> None:
         self.clock = VirtualClock()
         self.instance_registry = InstanceRegistry(fleet_engines, START)
@@ -72,7 +73,7 @@ class ControllerSide:
             routes=self.routes,
             catch_up=CatchUp(self.instance_registry, None),
         )
-        self.listener = FrontEndListener(controlled, NAMES)
+        self.listener = FrontEndListener(controlled, NAMES, epoch)
 
     async def start(self, address: Address, keys: Keys | None = None) -> Address:
         """Listen there."""
@@ -93,14 +94,15 @@ class FrontEndSide:
     def __init__(
         self,
         name: str,
-        address: Address,
+        address: Address | Mapping[str, Address],
         fleet_engines: list[CountingEngine],
         placement: str | None = None,
         keys: Keys | None = None,
     ):
         self.instance_registry = InstanceRegistry(fleet_engines, START)
         self.routes = make_routes(cluster_config(FrontEndConfig(placement=placement)))
-        self.link = ControllerLink(address, keys, name, self.instance_registry, self.routes)
+        places = {"controller": address} if isinstance(address, Address) else address
+        self.link = ControllerLink(places, keys, name, self.instance_registry, self.routes)
         self.fleet = FleetClient(self.instance_registry, self.routes, VirtualClock(), self.link.call)
         self.task = asyncio.create_task(self.link.run())
 

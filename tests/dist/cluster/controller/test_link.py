@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from itertools import pairwise
 
 import pytest
@@ -22,9 +23,12 @@ from moe_lora.engine.client.messages import AbortOrder, Alias, DrainOrder, Pause
 from tests.dist.cluster.fleet_parts import cluster_config
 
 
-def new_link(instance_registry: InstanceRegistry | None = None) -> ControllerLink:
+def new_link(
+    instance_registry: InstanceRegistry | None = None, places: Mapping[str, Address] | None = None
+) -> ControllerLink:
     registry, routes = instance_registry or InstanceRegistry(()), make_routes(cluster_config())
-    return ControllerLink(Address(path="/nowhere"), None, "one", registry, routes)
+    places = places or {"controller": Address(path="/nowhere")}
+    return ControllerLink(places, None, "one", registry, routes)
 
 
 @pytest.fixture

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Front ends and instances follow the controller of the highest epoch alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from moe_lora.core.address import Address
+from moe_lora.core.errors import ControllerAwayError
+from moe_lora.dist.cluster.controller.cluster_state import ClusterState
+from tests.dist.cluster.controller.parts import ControllerSide, FrontEndSide, engines, until
+from tests.dist.cluster.controller.test_link import new_link
+from tests.dist.cluster.listener_parts import FrontEnd, Instance
+from tests.dist.cluster.listener_parts import until as seen
+
+
+def test_the_leader_of_a_later_epoch_takes_a_front_end_from_the_former(tmp_path, caplog):
+    """The former one still runs, as one that was stopped and goes on: what it decides reaches nobody."""
+    places = {f"controllers.{name}": Address(path=str(tmp_path / name)) for name in "ab"}
+
+    async def run() -> None:
+        fleet = engines()
+        old, new = [ControllerSide(fleet, epoch=epoch) for epoch in (7, 8)]
+        front_ends = [FrontEndSide(one, places, fleet) for one in ("one", "two")]
+        for controller, place in zip((old, new), places.values(), strict=True):
+            await controller.start(place)
+            await until(lambda: all(one.link.up and one.link.state for one in front_ends))
+        await until(lambda: old.listener.sessions == [] and len(new.listener.sessions) == 2)
+        await until(lambda: [one.link.state.epoch for one in front_ends] == [8, 8])
+        number = max(one.link.state.number for one in front_ends)
+        await old.controller.call("load_adapter", "d", "places/d", False)
+        old.listener._state_log.state = ClusterState(number=number + 50, epoch=7)
+        old.listener._give_out()
+        await until(lambda: caplog.text.count("leads in epoch 7, but epoch 8 has begun") >= 2)
+        await front_ends[0].link.call("load_adapter", "c", "places/c", False)
+        for one in front_ends:
+            assert one.link.leader == "controllers.b"
+            assert one.link.state.epoch == 8
+            assert sorted(one.link.state.served.adapters) == ["a", "b", "c"]
+        for one in (*front_ends, old, new):
+            await one.stop()
+
+    asyncio.run(run())
+
+
+def test_an_instance_drops_the_controller_of_a_former_epoch(caplog):
+    caplog.set_level(logging.INFO, logger="moe_lora")
+    old = FrontEnd(epoch=3)
+    new = FrontEnd(epoch=4)
+    instance = Instance("i", old.socket)
+    try:
+        seen(lambda: old.names() == ["i"])
+        instance.stop()
+        instance = Instance("i", old.socket, new.socket)
+        seen(lambda: new.names() == ["i"] and old.names() == [])
+        seen(lambda: "leads in epoch 3, but epoch 4 has begun" in caplog.text)
+        assert new.names() == ["i"]
+    finally:
+        instance.stop()
+        for one in (new, old):
+            one.close()
+
+
+def test_a_state_of_a_later_epoch_counts_whatever_its_number():
+    link = new_link()
+    for epoch, number in ((1, 50), (2, 20), (1, 60), (2, 21)):
+        link.receive(ClusterState(number=number, epoch=epoch))
+    assert link.state.order == (2, 21)
+
+
+def test_without_a_leader_changes_are_refused_with_the_reason():
+    link = new_link(places={"controllers.a": Address(path="/a"), "controllers.b": Address(path="/b")})
+    with pytest.raises(ControllerAwayError, match="no controller leads: all are down, or most members"):
+        asyncio.run(link.call("load_adapter", "a", "path", False))
