@@ -86,10 +86,9 @@ class Frontend:
         self.limits = Limits(self.config, self.metrics.refuse)
         self.ignored_fields = IgnoredFields()
 
-    async def adapter_of(self, model: str) -> str | None:
-        """The adapter in `base:adapter`; None for `base:`."""
-        names = {one.name for one in await self.client.list_adapters()}
-        return adapter_in(model, self.model_names, names) or None
+    def adapter_of(self, model: str) -> str | None:
+        """The adapter in `base:adapter`; None for `base:`.  Raises EngineDeadError."""
+        return adapter_in(model, self.model_names, self.client.adapters) or None
 
 
 def adapter_in(model: str, bases: Sequence[str], adapters: Collection[str]) -> str:
