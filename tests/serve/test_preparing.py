@@ -27,7 +27,7 @@ from moe_lora.serve.anthropic.request import MessagesBody
 from moe_lora.serve.api_keys import ApiKey
 from moe_lora.serve.frontend import AdapterTexts
 from moe_lora.serve.http_errors import ApiError
-from moe_lora.serve.limits import Limits
+from moe_lora.serve.limits import Limits, client_at
 from moe_lora.serve.openai import checking_process, preparing
 from moe_lora.serve.openai.checking_process import CheckingProcess
 from moe_lora.serve.openai.cohere import CohereRequest
@@ -424,11 +424,15 @@ def test_tokens_that_wait_are_bounded_for_each_client_and_in_all(tokenizer):
     limits = {"max_queued_tokens": 5000, "max_queued_tokens_per_client": 2500}
     asked = {"prompt": "a", "max_tokens": 2, "ignore_eos": True}
     with limited_server(tokenizer, engine, **limits) as (served, frontend):
-        # A choice counts 1 024 tokens at least: two may wait, four may not, however they come.
-        response = served.post("/v1/completions", {**asked, "n": 4})
+        # A choice counts 1 024 tokens at least.  Beside another request, one may wait, two may not.
+        client = client_at("127.0.0.1")
+        frontend.limits.queue.take(client, 1000)
+        response = served.post("/v1/completions", {**asked, "n": 2})
         assert response.status_code == 429
         assert int(response.headers["retry-after"]) >= 1
-        assert served.post("/v1/completions", {**asked, "n": 2}).status_code == 200
+        assert not engine.requests, "no choice of a refused request begins"
+        assert served.post("/v1/completions", asked).status_code == 200
+        frontend.limits.queue.give_back(client, 1000)
         assert frontend.limits.queue.in_all == 0
         frontend.limits.queue.take("another", 4500)
         response = served.post("/v1/completions", asked)
@@ -437,16 +441,24 @@ def test_tokens_that_wait_are_bounded_for_each_client_and_in_all(tokenizer):
             assert stream.status_code == 503
         frontend.limits.queue.give_back("another", 4500)
         assert served.post("/v1/completions", asked).status_code == 200
-        assert (refused(served, "client_queue"), refused(served, "queue")) == (2, 2)  # of choices
+        assert (refused(served, "client_queue"), refused(served, "queue")) == (1, 2)
 
 
-def test_one_choice_may_wait_whatever_it_counts(tokenizer):
-    with limited_server(tokenizer, max_queued_tokens=10, max_queued_tokens_per_client=10) as (
-        served,
-        frontend,
-    ):
-        assert served.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
-        assert frontend.limits.queue.in_all == 0
+@pytest.mark.parametrize(("most", "of_client"), [(10, 10), (120_000, 20_000), (20_000, 20_000)])
+def test_one_request_may_wait_whatever_it_counts(tokenizer, most, of_client):
+    """It was refused for ever, each time with the advice to send it again."""
+    limits = {"max_queued_tokens": most, "max_queued_tokens_per_client": of_client}
+    with limited_server(tokenizer, **limits) as (served, frontend):
+        for path, fields in (
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/completions", {"prompt": "a", "n": 20}),
+            ("/v1/completions", {"prompt": ["a"] * 24}),
+            ("/v1/completions", {"prompt": ["a"] * 24, "n": 2, "use_beam_search": True}),
+        ):
+            response = served.post(path, {**fields, "max_tokens": 2})
+            assert response.status_code == 200, response.text
+            assert frontend.limits.queue.in_all == 0
+        assert refused(served, "client_queue") == refused(served, "queue") == 0
 
 
 def test_large_bodies_over_http(tokenizer):
