@@ -308,6 +308,9 @@ class Generation:
                         watchers.reason = delta.finish_reason
                         is_cut = output.finish_reason is None
                         if is_cut:
+                            if watchers.deadline is not None:
+                                watchers.deadline.close()
+                                watchers.deadline = None  # the answer is whole
                             await client.abort(request.request_id)
                     yield delta
 
