@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import runpy
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -20,6 +21,7 @@ from pydantic import ValidationError
 from moe_lora.config import LimitsConfig
 from moe_lora.core.request import ModelInfo
 from moe_lora.dist.cluster.instances import ServedVersion
+from moe_lora.engine.text.adapter_text import with_adapter_text
 from moe_lora.engine.text.text import load_tokenizer
 from moe_lora.serve.access import ANYONE, Caller
 from moe_lora.serve.admin.controls import MemoryBody, WakeUpQuery
@@ -341,6 +343,30 @@ def test_an_adapter_s_template_and_end_token_are_its_requests(tmp_path, monkeypa
     caller = Caller(key, is_admin=False)
     found = prepare(bodies, base, lambda key: AdapterTexts(served, None, key, ("base",)), caller)
     assert [one.prompts for one in found] == [one.prompts for one in (of_base, of_own, of_base, completion)]
+
+
+def test_an_adapter_s_lost_chat_template_is_never_the_base_s_in_silence(tmp_path):
+    base = load_tokenizer(write_dir(tmp_path / "base", characters(), chat_template="fox"))
+    write_dir(tmp_path / "own", characters(), chat_template="hello")
+    (tmp_path / "plain").mkdir()
+    served = {name: ServedVersion(str(tmp_path / name), 1) for name in ("own", "plain")}
+    used: dict[str, tuple[str, int]] = {"unloaded": ("x", 1)}
+
+    def ask() -> list:
+        texts = AdapterTexts(served, None, None, ("base",), used)
+        return prepare([(ChatRequest, {**CHAT, "model": name}) for name in served], base, lambda _: texts)
+
+    own, plain = ask()
+    assert [*used] == ["own"]
+    for name in served:
+        shutil.rmtree(tmp_path / name)
+    assert [one.prompts for one in ask()] == [own.prompts, plain.prompts], "files are read once"
+    with_adapter_text.cache_clear()
+    gone, still_plain = ask()
+    assert "are gone from its folder; load the adapter again" in gone["error"]["message"]
+    assert still_plain.prompts == plain.prompts
+    served["own"] = ServedVersion(str(tmp_path / "own"), 2)
+    assert [one.prompts for one in ask()] == [plain.prompts] * 2, "the second version came without files"
 
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
