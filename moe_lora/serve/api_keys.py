@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "moelora"
 _NOBODYS_DIGEST = hashlib.sha256(b"").hexdigest()
-_NONE_FAILED = "none"
-"""Differs from each file's stamp, and from None: no file."""
 _LOOK_AGAIN_S = 1.0
 _MAX_FILE_BYTES = 16 << 20
 
@@ -188,7 +186,7 @@ class KeyRing:
         self._path = Path(path)
         self._admins = admins
         self._stamp = self._stamp_now()
-        self._failed_stamp: tuple[int, int, int] | str | None = _NONE_FAILED
+        self._failed_stamp: tuple[int, ...] | None = ()  # None: no file
         self._keys = {key.id: key for key in read_keys(self._path)}
         self._looked_s = time.monotonic()
 
@@ -221,7 +219,7 @@ class KeyRing:
                 logger.error("%s; the keys that were read before hold until it can", error)
             self._failed_stamp = stamp
         else:
-            self._stamp, self._failed_stamp = stamp, _NONE_FAILED
+            self._stamp, self._failed_stamp = stamp, ()
             logger.info("%d API keys are read", len(self._keys))
 
     def _stamp_now(self) -> tuple[int, int, int] | None:

@@ -88,7 +88,7 @@ class Frontend:
         self.ignored_fields = IgnoredFields()
 
     def adapter_of(self, model: str) -> str | None:
-        """The adapter in `base:adapter`; None for `base:`.  Raises EngineDeadError."""
+        """The adapter in `base:adapter`; None for `base:`."""
         return adapter_in(model, self.model_names, self.client.adapters) or None
 
 
@@ -128,7 +128,7 @@ def log_text_of(cluster: ClusterConfig, name: str, path: str) -> None:
 
 @dataclass(frozen=True)
 class AdapterTexts:
-    """Adapters with text files.  key: the caller's; None: every adapter.  used: versions with used files."""
+    """Adapters with text files.  key: the caller's; None: every adapter.  used: versions by name."""
 
     adapters: Mapping[str, ServedVersion]
     root: str | None

@@ -192,9 +192,8 @@ class Limits:
     def enter_queue(self, choices: Sequence[Waiting], timeout_s: float | None = None) -> None:
         """Count a request's choices before their first token, until `leave_queue`.
 
-        timeout_s: None: unlimited.  Raises ApiError for too many waiting tokens beside those of other
-        requests: 429 for the client's, 503 for all clients'; 429 if the first choice would not start within
-        timeout_s.
+        timeout_s: None: unlimited.  Raises ApiError for too many tokens beside waiting requests: 429 for the
+        client's, 503 for all clients'; 429 if the first choice would not start within timeout_s.
         """
         who = choices[0]
         whose = self.queue.exceeded(who.client, sum(one.num_tokens for one in choices))
@@ -218,7 +217,7 @@ class Limits:
         self._waiting.setdefault(who.tenant, {}).update(dict.fromkeys(choices))
 
     def leave_queue(self, who: Waiting, *, begun: bool) -> None:
-        """Uncount a choice at its first token or end; no effect outside of the queue."""
+        """Uncount a choice at its first token or end."""
         if who not in self._waiting.get(who.tenant, ()):
             return
         self.queue.give_back(who.client, who.num_tokens)

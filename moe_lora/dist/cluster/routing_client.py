@@ -81,8 +81,8 @@ class FleetClient:
 
     @property
     def adapters(self) -> Mapping[str, ServedVersion]:
-        """A copy of the served versions, by name.  Raises EngineDeadError without instances."""
-        self._instance_registry.having(None)  # without instances, no version is known
+        """Served versions by name.  Raises EngineDeadError."""
+        self._instance_registry.having(None)
         return self._instance_registry.adapters
 
     @property

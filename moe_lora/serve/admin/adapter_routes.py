@@ -220,7 +220,7 @@ class AdapterLoads:
         return info
 
     def _look_again(self, body: LoadAdapterRequest, files: _Files, reads: bool) -> _Files | None:
-        """Read text files, log these and a wrong layout; returns the files unless changed since the load."""
+        """Read text files, log a wrong layout; returns the files unless changed since the load."""
         texts, tokenizer = self._frontend.adapter_texts, self._frontend.tokenizer
         with suppress(OSError, ConfigError):
             log_text_of(self._frontend.cluster, body.lora_name, files.folder)

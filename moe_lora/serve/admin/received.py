@@ -266,7 +266,7 @@ class Endpoints:
         client = self._frontend.client
         try:
             kept = {one.path for one in client.adapters.values()} | {str(one) for one in self._receiving}
-            # Chosen before the wait: a version that is served meanwhile stays.
+            # Before the wait: a version served meanwhile stays.
             folders = [one for one in self._num_bytes if str(one) not in kept]
             served = {one.path for one in await client.list_adapters()} if folders else set()
         except EngineDeadError:

@@ -310,7 +310,7 @@ class Generation:
                         if is_cut:
                             if watchers.deadline is not None:
                                 watchers.deadline.close()
-                                watchers.deadline = None  # the answer is whole
+                                watchers.deadline = None
                             await client.abort(request.request_id)
                     yield delta
 
@@ -318,7 +318,7 @@ class Generation:
     def _attached(
         self, request: GenerateRequest, waits: Waiting, reservation: Reservation | None
     ) -> Iterator[Watchers]:
-        """Queue's end, deadline, rate, metrics and shutdown of a choice.  Raises ApiError for all errors."""
+        """Queue, deadline, rate, metrics and shutdown of a choice.  Raises ApiError for all errors."""
         frontend, task = self.frontend, asyncio.current_task()
         watchers = Watchers(frontend.limits, self._metrics(request), waits, reservation)
         if self.timeout_s is not None:
