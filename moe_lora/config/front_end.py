@@ -193,7 +193,7 @@ class LimitsConfig(Settings):
     max_queued_tokens: int = setting(1 << 23, least=1)
     """Tokens of all choices before their first token, at least 1,024 each; then 503."""
     max_queued_tokens_per_client: int = setting(1 << 21, least=1)
-    """The same, of one client; then 429. One choice may always wait."""
+    """The same, of one client; then 429. One request may always wait."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -186,7 +186,7 @@ class KeyRing:
         self._path = Path(path)
         self._admins = admins
         self._stamp = self._stamp_now()
-        self._failed_stamp: tuple[int, int, int] | None = None
+        self._failed_stamp: tuple[int, ...] | None = ()  # None: no file
         self._keys = {key.id: key for key in read_keys(self._path)}
         self._looked_s = time.monotonic()
 
@@ -219,7 +219,7 @@ class KeyRing:
                 logger.error("%s; the keys that were read before hold until it can", error)
             self._failed_stamp = stamp
         else:
-            self._stamp, self._failed_stamp = stamp, None
+            self._stamp, self._failed_stamp = stamp, ()
             logger.info("%d API keys are read", len(self._keys))
 
     def _stamp_now(self) -> tuple[int, int, int] | None:

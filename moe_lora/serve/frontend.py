@@ -12,6 +12,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from moe_lora.config.cluster import ClusterConfig
+from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster.instances import InstanceRegistry, ServedVersion
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.engine.client.messages import KnownAliases
@@ -86,10 +87,9 @@ class Frontend:
         self.limits = Limits(self.config, self.metrics.refuse)
         self.ignored_fields = IgnoredFields()
 
-    async def adapter_of(self, model: str) -> str | None:
+    def adapter_of(self, model: str) -> str | None:
         """The adapter in `base:adapter`; None for `base:`."""
-        names = {one.name for one in await self.client.list_adapters()}
-        return adapter_in(model, self.model_names, names) or None
+        return adapter_in(model, self.model_names, self.client.adapters) or None
 
 
 def adapter_in(model: str, bases: Sequence[str], adapters: Collection[str]) -> str:
@@ -128,12 +128,13 @@ def log_text_of(cluster: ClusterConfig, name: str, path: str) -> None:
 
 @dataclass(frozen=True)
 class AdapterTexts:
-    """Adapters with text files.  key: the caller's; None: every adapter."""
+    """Adapters with text files.  key: the caller's; None: every adapter.  used: versions by name."""
 
     adapters: Mapping[str, ServedVersion]
     root: str | None
     key: ApiKey | None = None
     bases: Sequence[str] = ()
+    used: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     def has(self, model: str | None) -> bool:
         """True for an adapter, or `base:adapter`."""
@@ -151,7 +152,15 @@ class AdapterTexts:
         may_use = self.key is None or name in granted or self.key.may_use(name)
         if adapter is None or not may_use:
             return tokenizer
-        return with_adapter_text(tokenizer, adapter.path, adapter.version, self.root)
+        version = adapter.path, adapter.version
+        found = with_adapter_text(tokenizer, *version, self.root)
+        if found is tokenizer and self.used.get(name) == version:
+            raise ConfigError("they are gone from its folder; load the adapter again")
+        if found is not tokenizer and self.used.get(name) != version:
+            self.used[name] = version
+            for gone in self.used.keys() - self.adapters.keys():
+                self.used.pop(gone, None)
+        return found
 
 
 def adapter_texts(
@@ -161,4 +170,5 @@ def adapter_texts(
     if not cluster.front_end.adapter_chat_template:
         return None
     bases = (cluster.served_model_name, *cluster.other_model_names)
-    return lambda key: AdapterTexts(registry.adapters, cluster.engine.adapter_root, key, bases)
+    used: dict[str, tuple[str, int]] = {}
+    return lambda key: AdapterTexts(registry.adapters, cluster.engine.adapter_root, key, bases, used)

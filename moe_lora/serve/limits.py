@@ -8,7 +8,7 @@ import ipaddress
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -189,14 +189,14 @@ class Limits:
             raise self.refusal("client_bodies", ApiError(429, what, retry_s=RETRY_S, closes=True))
         self.bodies.take(client, num_bytes)
 
-    def enter_queue(self, who: Waiting, timeout_s: float | None = None) -> None:
-        """Count a choice before the first token, until `leave_queue`.
+    def enter_queue(self, choices: Sequence[Waiting], timeout_s: float | None = None) -> None:
+        """Count a request's choices before their first token, until `leave_queue`.
 
-        timeout_s: None: unlimited.  Raises ApiError for too many waiting tokens: 429 for the client's (a
-        single choice is always allowed), 503 for all clients'; 429 if the choice would not start within
-        timeout_s.
+        timeout_s: None: unlimited.  Raises ApiError for too many tokens beside waiting requests: 429 for the
+        client's, 503 for all clients'; 429 if the first choice would not start within timeout_s.
         """
-        whose = self.queue.exceeded(who.client, who.num_tokens)
+        who = choices[0]
+        whose = self.queue.exceeded(who.client, sum(one.num_tokens for one in choices))
         if whose == "all" and self.queue.in_all:
             what = "the requests of all clients that wait have too many tokens; try again later"
             retry_s = self._queue_s(self.queue.in_all)
@@ -212,11 +212,14 @@ class Limits:
             raise self.refusal("queue_time", ApiError(429, f"{what}; send it again later", retry_s=retry_s))
         if not self.queue.in_all:
             self._begun_tokens, self._queued_since_s = 0, time.monotonic()
-        self.queue.take(who.client, who.num_tokens)
-        self._waiting.setdefault(who.tenant, {})[who] = None
+        for one in choices:
+            self.queue.take(who.client, one.num_tokens)
+        self._waiting.setdefault(who.tenant, {}).update(dict.fromkeys(choices))
 
     def leave_queue(self, who: Waiting, *, begun: bool) -> None:
         """Uncount a choice at its first token or end."""
+        if who not in self._waiting.get(who.tenant, ()):
+            return
         self.queue.give_back(who.client, who.num_tokens)
         del self._waiting[who.tenant][who]
         if not self._waiting[who.tenant]:

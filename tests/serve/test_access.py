@@ -698,6 +698,18 @@ def test_a_file_that_says_something_else_is_refused_at_the_start(content, tmp_pa
         KeyRing(str(file))
 
 
+def test_a_file_that_is_gone_is_logged_once_and_its_keys_hold(tmp_path, caplog):
+    file = tmp_path / "keys.json"
+    key = add_key(file, ApiKey(id="new", digest="", tenant="acme"))
+    ring = KeyRing(str(file))
+    file.unlink()
+    for _ in range(2):
+        ring._looked_s = float("-inf")
+        assert ring.find(key) is not None
+    assert [one.levelname for one in caplog.records] == ["ERROR"]
+    assert "hold until it can" in caplog.text
+
+
 def run(*words: str) -> Result:
     return CliRunner().invoke(main, words)
 

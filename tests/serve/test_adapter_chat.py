@@ -31,9 +31,13 @@ def folder(tmp_path):
 def test_the_log_says_what_is_used_at_load_and_at_start(tmp_path, folder, options, answer):
     log = tmp_path / "log"
     with demo_server(log, "--eager", "--lora-modules", f"first={folder}", *options) as server:
-        load = {"lora_name": "own", "lora_path": str(folder)}
-        assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=load).status_code == 200
-        for name in ("first", "own"):
+        passing = shutil.copytree(folder, tmp_path / "passing")
+        for name, place in (("own", folder), ("passing", passing)):
+            load = {"lora_name": name, "lora_path": str(place)}
+            assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=load).status_code == 200
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (passing / name).unlink()
+        for name in ("first", "own", "passing"):
             response = httpx.post(f"{server.url}/v1/chat/completions", json={**CHAT, "model": name})
             assert response.json()["choices"][0]["message"]["content"] == answer
         effect = "used (--adapter-chat-template)" if options else "ignored without --adapter-chat-template"

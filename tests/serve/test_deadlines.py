@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from moe_lora.serve import connections
+from moe_lora.serve.openai import generation
 from tests.patience import PATIENCE_S
 
 from .conftest import scripted, serving
@@ -57,6 +58,32 @@ def test_a_stream_that_is_not_done_in_time_ends_with_an_error_event(tokenizer):
     assert events[0]["choices"]
     assert events[-1]["error"]["code"] == 408
     assert not engine.running
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_answer_that_its_stop_string_ended_is_no_408(tokenizer, monkeypatch, is_late):
+    """The deadline passes just before the stop string, or between it and the engine's end."""
+    engine, made = scripted(tokenizer), []
+
+    class Seen(generation.Deadline):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    async def generate(request):
+        if is_late:
+            made[0]._end()
+        yield engine._output(request, engine.answers[None], None)
+        if not made[0]._timer.cancelled():
+            made[0]._end()
+        yield engine._output(request, (), "abort")
+
+    monkeypatch.setattr(generation, "Deadline", Seen)
+    monkeypatch.setattr(engine, "generate", generate)
+    with serving(engine, tokenizer) as server:
+        answer = server.post(COMPLETE, {"prompt": "hello", "stop": " world", "timeout": PATIENCE_S})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == "hello"
 
 
 def test_a_request_that_is_done_in_time_is_not_touched(server, engine):

@@ -310,7 +310,7 @@ class Queue:
     def add(self, num=1, timeout_s=None, **fields):
         for _ in range(num):
             who = Waiting(client="c", tokens=2000, **fields)
-            self.limits.enter_queue(who, timeout_s)
+            self.limits.enter_queue([who], timeout_s)
             self._waiting.append(who)
 
     def begin(self, num, time_s, *, begun=True):

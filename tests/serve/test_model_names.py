@@ -88,6 +88,25 @@ def test_an_unknown_adapter_or_base_is_refused_as_in_sglang(named, fields, statu
         assert named.post(path, {"prompt": "hello", **fields}).status_code == status
 
 
+@pytest.mark.parametrize("model", ["shout", "base:shout"])
+def test_a_check_of_a_name_calls_no_instance(named, engine, monkeypatch, model):
+    """A list of 10,000 adapters would stop all streams for most of a second."""
+    monkeypatch.delattr(type(engine), "list_adapters")
+    engine.hidden = bytes(8)
+    turn = {"messages": [{"role": "user", "content": "hello"}]}
+    for path, body in (
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 1}),
+        ("/v1/completions/render", {"prompt": "hello"}),
+        ("/v1/chat/completions", {**turn, "max_tokens": 1}),
+        ("/v1/chat/completions/render", turn),
+        ("/v1/messages/count_tokens", turn),
+        ("/v1/embeddings", {"input": "hello"}),
+        ("/tokenize", {"prompt": "hello"}),
+    ):
+        assert named.post(path, {"model": model, **body}).status_code == 200, path
+    assert named.post("/tokenize", {"model": "base:none", "prompt": "hello"}).status_code == 404
+
+
 def test_a_file_may_list_them(tmp_path):
     (tmp_path / "model").mkdir()
     file = tmp_path / "cluster.yaml"

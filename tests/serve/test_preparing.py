@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import runpy
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -20,6 +21,7 @@ from pydantic import ValidationError
 from moe_lora.config import LimitsConfig
 from moe_lora.core.request import ModelInfo
 from moe_lora.dist.cluster.instances import ServedVersion
+from moe_lora.engine.text.adapter_text import with_adapter_text
 from moe_lora.engine.text.text import load_tokenizer
 from moe_lora.serve.access import ANYONE, Caller
 from moe_lora.serve.admin.controls import MemoryBody, WakeUpQuery
@@ -27,7 +29,7 @@ from moe_lora.serve.anthropic.request import MessagesBody
 from moe_lora.serve.api_keys import ApiKey
 from moe_lora.serve.frontend import AdapterTexts
 from moe_lora.serve.http_errors import ApiError
-from moe_lora.serve.limits import Limits
+from moe_lora.serve.limits import Limits, client_at
 from moe_lora.serve.openai import checking_process, preparing
 from moe_lora.serve.openai.checking_process import CheckingProcess
 from moe_lora.serve.openai.cohere import CohereRequest
@@ -343,6 +345,30 @@ def test_an_adapter_s_template_and_end_token_are_its_requests(tmp_path, monkeypa
     assert [one.prompts for one in found] == [one.prompts for one in (of_base, of_own, of_base, completion)]
 
 
+def test_an_adapter_s_lost_chat_template_is_never_the_base_s_in_silence(tmp_path):
+    base = load_tokenizer(write_dir(tmp_path / "base", characters(), chat_template="fox"))
+    write_dir(tmp_path / "own", characters(), chat_template="hello")
+    (tmp_path / "plain").mkdir()
+    served = {name: ServedVersion(str(tmp_path / name), 1) for name in ("own", "plain")}
+    used: dict[str, tuple[str, int]] = {"unloaded": ("x", 1)}
+
+    def ask() -> list:
+        texts = AdapterTexts(served, None, None, ("base",), used)
+        return prepare([(ChatRequest, {**CHAT, "model": name}) for name in served], base, lambda _: texts)
+
+    own, plain = ask()
+    assert [*used] == ["own"]
+    for name in served:
+        shutil.rmtree(tmp_path / name)
+    assert [one.prompts for one in ask()] == [own.prompts, plain.prompts], "files are read once"
+    with_adapter_text.cache_clear()
+    gone, still_plain = ask()
+    assert "are gone from its folder; load the adapter again" in gone["error"]["message"]
+    assert still_plain.prompts == plain.prompts
+    served["own"] = ServedVersion(str(tmp_path / "own"), 2)
+    assert [one.prompts for one in ask()] == [plain.prompts] * 2, "the second version came without files"
+
+
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
 def test_the_first_error_ends_the_check(tokenizer, kind):
     wrong = [
@@ -424,11 +450,15 @@ def test_tokens_that_wait_are_bounded_for_each_client_and_in_all(tokenizer):
     limits = {"max_queued_tokens": 5000, "max_queued_tokens_per_client": 2500}
     asked = {"prompt": "a", "max_tokens": 2, "ignore_eos": True}
     with limited_server(tokenizer, engine, **limits) as (served, frontend):
-        # A choice counts 1 024 tokens at least: two may wait, four may not, however they come.
-        response = served.post("/v1/completions", {**asked, "n": 4})
+        # A choice counts 1 024 tokens at least.  Beside another request, one may wait, two may not.
+        client = client_at("127.0.0.1")
+        frontend.limits.queue.take(client, 1000)
+        response = served.post("/v1/completions", {**asked, "n": 2})
         assert response.status_code == 429
         assert int(response.headers["retry-after"]) >= 1
-        assert served.post("/v1/completions", {**asked, "n": 2}).status_code == 200
+        assert not engine.requests, "no choice of a refused request begins"
+        assert served.post("/v1/completions", asked).status_code == 200
+        frontend.limits.queue.give_back(client, 1000)
         assert frontend.limits.queue.in_all == 0
         frontend.limits.queue.take("another", 4500)
         response = served.post("/v1/completions", asked)
@@ -437,16 +467,24 @@ def test_tokens_that_wait_are_bounded_for_each_client_and_in_all(tokenizer):
             assert stream.status_code == 503
         frontend.limits.queue.give_back("another", 4500)
         assert served.post("/v1/completions", asked).status_code == 200
-        assert (refused(served, "client_queue"), refused(served, "queue")) == (2, 2)  # of choices
+        assert (refused(served, "client_queue"), refused(served, "queue")) == (1, 2)
 
 
-def test_one_choice_may_wait_whatever_it_counts(tokenizer):
-    with limited_server(tokenizer, max_queued_tokens=10, max_queued_tokens_per_client=10) as (
-        served,
-        frontend,
-    ):
-        assert served.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
-        assert frontend.limits.queue.in_all == 0
+@pytest.mark.parametrize(("most", "of_client"), [(10, 10), (120_000, 20_000), (20_000, 20_000)])
+def test_one_request_may_wait_whatever_it_counts(tokenizer, most, of_client):
+    """It was refused for ever, each time with the advice to send it again."""
+    limits = {"max_queued_tokens": most, "max_queued_tokens_per_client": of_client}
+    with limited_server(tokenizer, **limits) as (served, frontend):
+        for path, fields in (
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/completions", {"prompt": "a", "n": 20}),
+            ("/v1/completions", {"prompt": ["a"] * 24}),
+            ("/v1/completions", {"prompt": ["a"] * 24, "n": 2, "use_beam_search": True}),
+        ):
+            response = served.post(path, {**fields, "max_tokens": 2})
+            assert response.status_code == 200, response.text
+            assert frontend.limits.queue.in_all == 0
+        assert refused(served, "client_queue") == refused(served, "queue") == 0
 
 
 def test_large_bodies_over_http(tokenizer):

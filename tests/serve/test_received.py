@@ -318,6 +318,42 @@ def test_a_reload_changes_the_room(engine, tokenizer, monkeypatch, tmp_path):
     asyncio.run(run())
 
 
+def test_two_publications_at_once_keep_the_files_of_both(engine, tokenizer, monkeypatch, tmp_path):
+    """An instance's answer, under way since before a version was served, lacks the version."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    endpoints = received.Endpoints(frontend_of(engine, tokenizer), None)
+    (pieces, scope), list_now = halves(encoded=False), engine.list_adapters
+
+    async def run() -> None:
+        asked, answers, ends = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        ends.set()
+
+        async def put(name: str) -> None:
+            given = scope | {"path_params": {"name": name}}
+            assert (await endpoints.put(upload(pieces, asyncio.Queue(), ends, **given))).status_code == 200
+
+        async def list_late() -> Any:
+            monkeypatch.setattr(engine, "list_adapters", list_now)
+            found = await list_now()
+            asked.set()
+            await answers.wait()
+            return found
+
+        await put("gone")
+        await put("policy")
+        engine._unload_adapter("gone")
+        monkeypatch.setattr(engine, "list_adapters", list_late)
+        other = asyncio.create_task(put("critic"))
+        await asked.wait()
+        await put("policy")
+        answers.set()
+        await other
+        assert [Path(engine.adapters[name].path).is_dir() for name in ("policy", "critic")] == [True, True]
+        assert len([*tmp_path.glob("*/*")]) == 2, "other files are removed"
+
+    asyncio.run(run())
+
+
 def test_nothing_of_unloaded_adapters_is_kept(engine, tokenizer, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     endpoints, (pieces, scope) = (

@@ -172,6 +172,21 @@ def test_rendered_bodies_have_the_answers_of_their_originals(demo):  # noqa: F81
     ]
 
 
+def test_rendered_bad_words_and_joined_reasoning_bind_the_answer(demo):  # noqa: F811
+    chat = {"messages": CHAT, "temperature": 0, "max_tokens": 6}
+    free = ask(demo, "/v1/chat/completions", return_token_ids=True, **chat)["choices"][0]
+    word = free["message"]["content"][-1]
+    bound = {**chat, "bad_words": [word], "separate_reasoning": False}
+    answer = ask(demo, "/v1/chat/completions", return_token_ids=True, **bound)["choices"][0]
+    assert word not in answer["message"]["content"]
+    body = ask(demo, "/v1/chat/completions/render", **bound)
+    assert body["sampling_params"]["bad_words"] == [word]
+    assert body["parse_context"]["separate_reasoning"] is False
+    assert ask(demo, GENERATE, **body)["choices"][0]["token_ids"] == answer["token_ids"]
+    found = ask(demo, GENERATE, **{**body, "output_mode": "derender"})["choices"][0]
+    assert found["message"] == answer["message"]
+
+
 def test_a_rendered_score_has_no_answer_and_a_timeout_is_rendered(demo):  # noqa: F811
     body = {"prompt": IDS, "max_tokens": 0, "prompt_logprobs": 1, "timeout": 9.5}
     (found,) = ask(demo, "/v1/completions/render", **body)

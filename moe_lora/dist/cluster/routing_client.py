@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +78,12 @@ class FleetClient:
     @property
     def instances(self) -> list[Instance]:
         return self._instance_registry.instances
+
+    @property
+    def adapters(self) -> Mapping[str, ServedVersion]:
+        """Served versions by name.  Raises EngineDeadError."""
+        self._instance_registry.having(None)
+        return self._instance_registry.adapters
 
     @property
     def mover(self) -> RequestMover:
@@ -304,7 +310,8 @@ class FleetClient:
             problem = self._instance_registry.problem(name)
             infos[name] = replace(_unavailable(name, served[name]), problem=problem)
         for name in served.keys() & infos.keys():
-            infos[name] = replace(infos[name], version=served[name].version)
+            if infos[name].version != served[name].version:
+                infos[name] = replace(infos[name], version=served[name].version)
         for name, problem in self._instance_registry.suspects.refused.items():
             if name in infos:
                 infos[name] = replace(infos[name], residency="unavailable", problem=problem)

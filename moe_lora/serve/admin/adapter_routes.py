@@ -21,6 +21,7 @@ from moe_lora.core.errors import (
     AdapterExistsError,
     AdapterNotFoundError,
     CapacityError,
+    ConfigError,
     MoeLoraError,
     PeerUnreachableError,
 )
@@ -219,9 +220,12 @@ class AdapterLoads:
         return info
 
     def _look_again(self, body: LoadAdapterRequest, files: _Files, reads: bool) -> _Files | None:
-        """Log text files and a wrong layout; returns the files unless changed since the load."""
-        with suppress(OSError):
+        """Read text files, log a wrong layout; returns the files unless changed since the load."""
+        texts, tokenizer = self._frontend.adapter_texts, self._frontend.tokenizer
+        with suppress(OSError, ConfigError):
             log_text_of(self._frontend.cluster, body.lora_name, files.folder)
+            if texts is not None and tokenizer is not None:
+                texts(None).applied(body.lora_name, tokenizer)
         if body.is_3d_lora_weight is not None:
             _compare_layout(body.lora_name, files.folder, self._root, body.is_3d_lora_weight)
         if reads and files.digest is None:

@@ -43,10 +43,9 @@ class Endpoints:
         name = request.path_params["name"]
         check_new_name(name, self._frontend, "name")
         hidden = {f"{base}:{name}" for base in self._frontend.model_names}
-        for adapter in await self._frontend.client.list_adapters():
-            if adapter.name in hidden:
-                what = f"name={name!r} would hide the adapter {adapter.name!r}; choose another name"
-                raise bad_request(what, "name")
+        for adapter in hidden & self._frontend.client.adapters.keys():
+            what = f"name={name!r} would hide the adapter {adapter!r}; choose another name"
+            raise bad_request(what, "name")
         if body.to in self._frontend.model_names:
             raise bad_request(f"to={body.to!r} is the base model's name; name an adapter", "to")
         if self._frontend.cluster.registry is None or not VERSION.fullmatch(body.to):

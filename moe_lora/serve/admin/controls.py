@@ -263,8 +263,8 @@ class Endpoints:
     async def weight_version(self, request: Request) -> Response:
         """Versions of the caller's adapters."""
         caller = caller_of(request.scope)
-        infos = await self._frontend.client.list_adapters()
-        versions = {one.name: one.version for one in infos if caller.may_use(one.name)}
+        served = self._frontend.client.adapters
+        versions = {name: one.version for name, one in served.items() if caller.may_use(name)}
         return JsonResponse({"weight_version": "default", "adapters": versions})
 
     async def liveness(self, request: Request) -> Response:

@@ -263,11 +263,15 @@ class Endpoints:
 
     async def _remove_unserved(self) -> None:
         """Remove the folders of unserved versions."""
+        client = self._frontend.client
         try:
-            served = {one.path for one in await self._frontend.client.list_adapters()}
+            kept = {one.path for one in client.adapters.values()} | {str(one) for one in self._receiving}
+            # Before the wait: a version served meanwhile stays.
+            folders = [one for one in self._num_bytes if str(one) not in kept]
+            served = {one.path for one in await client.list_adapters()} if folders else set()
         except EngineDeadError:
             return  # a restarting instance may need the files
-        for folder in [one for one in self._num_bytes if one not in self._receiving]:
+        for folder in folders:
             if str(folder) not in served:
                 await in_daemon_thread(shutil.rmtree, folder, True)
                 self._num_bytes.pop(folder, None)

@@ -79,9 +79,8 @@ def registry_router(frontend: Frontend) -> APIRouter:
 
         versions = [one for one in await ask("versions", name) if version in (None, one.version)]
         doomed = [Path(one.path) for one in versions if one.state != REMOVED]
-        adapters = await frontend.client.list_adapters()
-        served = [one.path for one in adapters if name_matches(one.name, [escape(name)])]
-        if any(path is not None and Path(path) in doomed for path in served):
+        served = frontend.client.adapters.items()
+        if any(Path(one.path) in doomed for key, one in served if name_matches(key, [escape(name)])):
             raise bad_request(
                 f"adapter {name!r} is being served, and an instance that starts again needs its files; "
                 "unload it first (/v1/unload_lora_adapter)",

@@ -6,9 +6,8 @@ Each beam's step is a request for one token.
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -18,6 +17,7 @@ from moe_lora.core.request import MAX_LOGPROBS, GenerateRequest, SamplingParams,
 from moe_lora.engine.text.text import TextStream
 from moe_lora.serve.access import Reservation
 from moe_lora.serve.http_errors import ApiError, bad_request
+from moe_lora.serve.limits import Waiting
 
 from .fields import FieldError
 from .generation import Delta, Generation, Outputs, Watchers, late, merge
@@ -89,23 +89,17 @@ class BeamGeneration(Generation):
         if self.sampling.grammar is not None or self.sampling.thinking is not None:
             what = "use_beam_search is not supported with a grammar or thinking_token_budget"
             raise bad_request(f"{what}; leave use_beam_search out", "use_beam_search")
+        self._num_joint = self.num_choices
 
-    @asynccontextmanager
-    async def deltas(self) -> AsyncIterator[AsyncGenerator[Delta, None]]:
-        allowance = self.caller.tokens
-        with nullcontext() if allowance is None else self._reserved(allowance) as reservation:
-            searches = [self._search(number, reservation) for number in range(len(self.prompts))]
-            async with aclosing(merge(searches)) as deltas:
-                yield deltas
-
-    async def _search(self, number: int, reservation: Reservation | None) -> AsyncGenerator[Delta, None]:
-        """The whole choices of a prompt.  Raises ApiError."""
-        index = number * self.num_choices
-        request = self._request(index, self.engine_id)
+    async def _choice(
+        self, index: int, waits: Waiting, reservation: Reservation | None
+    ) -> AsyncGenerator[Delta, None]:
+        """All choices of a prompt, from `index` on.  Raises ApiError."""
+        request = self._request(index)
         info = await self.frontend.client.model_info()
         ends = {*self.sampling.stop_token_ids, *(() if self.sampling.ignore_eos else info.eos_token_ids)}
         limit = self.sampling.max_tokens or info.max_model_len - request.prompt_tokens
-        with self._attached(index, request, reservation) as watchers:
+        with self._attached(request, waits, reservation) as watchers:
             beams, ended, reason = [Beam()], list[Beam](), "length"
             first: TokenOutput | None = None
             while beams and limit:
@@ -145,7 +139,7 @@ class BeamGeneration(Generation):
         found, timing = dict[str, TokenOutput](), watchers.timing
         streams = [cast("Outputs", self.frontend.client.generate(one)) for one in steps]
         try:
-            with fail_after(self._left_s()):
+            with fail_after(None if self.timeout_s is None else self._left_s()):
                 async with aclosing(merge(streams)) as outputs:
                     async for output in outputs:
                         watchers.record_output(output)
@@ -158,9 +152,6 @@ class BeamGeneration(Generation):
         watchers.metrics.tokens(len(steps))
         watchers.timing = timing or watchers.timing  # the first step has queue and prompt
         return [found[one.request_id] for one in steps]
-
-    def _left_s(self) -> float | None:
-        return None if self.timeout_s is None else max(0.0, self.from_s + self.timeout_s - time.monotonic())
 
     def _best_steps(
         self, beams: Sequence[Beam], outputs: Sequence[TokenOutput], ends: set[int], ended: list[Beam]

@@ -384,7 +384,7 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
     model = frontend.model_name if body.model is None else body.model
     adapter = None if model in frontend.model_names else model
     if adapter is not None and ":" in adapter:
-        adapter = await frontend.adapter_of(adapter)
+        adapter = frontend.adapter_of(adapter)
     caller, source = request.state.caller, None
     if body.lora is not None:
         from moe_lora.serve.composing import composed

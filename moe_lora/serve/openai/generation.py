@@ -181,6 +181,8 @@ class Generation:
     cached_tokens: Counter[int] = field(default_factory=Counter)
     beside_usage: ClassVar[Callable[[Any], dict[str, Any]] | None] = None
     """Makes fields beside the usage."""
+    _num_joint = 1
+    """Choices that wait as one."""
     _timings: list[RequestTiming] = field(default_factory=list)
     _completion_tokens: Counter[int] = field(default_factory=Counter)
 
@@ -188,14 +190,30 @@ class Generation:
     async def deltas(self) -> AsyncIterator[AsyncGenerator[Delta, None]]:
         """Deltas of all choices.  The exit aborts running choices.
 
-        Raises ApiError if the choices may exceed the rate.
+        Raises ApiError if the choices may exceed the queue or the rate.
         """
-        engine_id, allowance = self.engine_id, self.caller.tokens
+        limits, allowance = self.frontend.limits, self.caller.tokens
+        waits = {
+            index: Waiting(
+                client=self.client,
+                tokens=len(self.prompts[index // self.num_choices])
+                + self.answer_tokens[index // self.num_choices],
+                tenant=self.caller.tenant,
+                share=self.caller.share,
+                priority=self.priority,
+            )
+            for index in range(0, len(self.prompts) * self.num_choices, self._num_joint)
+        }
         with nullcontext() if allowance is None else self._reserved(allowance) as reservation:
-            num_choices = len(self.prompts) * self.num_choices
-            choices = [self._choice(index, engine_id, reservation) for index in range(num_choices)]
-            async with aclosing(choices[0] if len(choices) == 1 else merge(choices)) as deltas:
-                yield deltas
+            if not self.caller.background:
+                limits.enter_queue([*waits.values()], None if self.timeout_s is None else self._left_s())
+            try:
+                choices = [self._choice(index, one, reservation) for index, one in waits.items()]
+                async with aclosing(choices[0] if len(choices) == 1 else merge(choices)) as deltas:
+                    yield deltas
+            finally:
+                for one in waits.values():
+                    limits.leave_queue(one, begun=False)
 
     async def abort(self) -> None:
         """End all choices with "abort"."""
@@ -261,11 +279,14 @@ class Generation:
             }
         return usage
 
+    def _left_s(self) -> float:
+        return max(0.0, self.from_s + cast("float", self.timeout_s) - time.monotonic())
+
     async def _choice(
-        self, index: int, engine_id: str, reservation: Reservation | None
+        self, index: int, waits: Waiting, reservation: Reservation | None
     ) -> AsyncGenerator[Delta, None]:
         """A choice's deltas; a stop string ends it with "stop".  Raises ApiError."""
-        client, request = self.frontend.client, self._request(index, engine_id)
+        client, request = self.frontend.client, self._request(index)
         text, is_cut = None, False
         if self.tokenizer is not None:
             text = TextStream(
@@ -274,7 +295,7 @@ class Generation:
                 min_tokens=self.sampling.min_tokens,
                 prompt_token_ids=request.prompt_token_ids if self.continues_prompt else (),
             )
-        with self._attached(index, request, reservation) as watchers:
+        with self._attached(request, waits, reservation) as watchers:
             source = self.source or client
             async with aclosing(cast("Outputs", source.generate(request))) as outputs:
                 async for output in outputs:
@@ -287,32 +308,22 @@ class Generation:
                         watchers.reason = delta.finish_reason
                         is_cut = output.finish_reason is None
                         if is_cut:
+                            if watchers.deadline is not None:
+                                watchers.deadline.close()
+                                watchers.deadline = None
                             await client.abort(request.request_id)
                     yield delta
 
     @contextmanager
     def _attached(
-        self, index: int, request: GenerateRequest, reservation: Reservation | None
+        self, request: GenerateRequest, waits: Waiting, reservation: Reservation | None
     ) -> Iterator[Watchers]:
         """Queue, deadline, rate, metrics and shutdown of a choice.  Raises ApiError for all errors."""
         frontend, task = self.frontend, asyncio.current_task()
-        left_s = None
-        if self.timeout_s is not None:
-            left_s = max(0.0, self.from_s + self.timeout_s - time.monotonic())
-        waits = None
-        if not self.caller.background:
-            waits = Waiting(
-                client=self.client,
-                tokens=request.prompt_tokens + self.answer_tokens[index // self.num_choices],
-                tenant=self.caller.tenant,
-                share=self.caller.share,
-                priority=self.priority,
-            )
-            frontend.limits.enter_queue(waits, None if index else left_s)
         watchers = Watchers(frontend.limits, self._metrics(request), waits, reservation)
-        if self.timeout_s is not None and left_s is not None:
+        if self.timeout_s is not None:
             abort = partial(frontend.client.abort, request.request_id)
-            watchers.deadline = Deadline(self.timeout_s, left_s, abort)
+            watchers.deadline = Deadline(self.timeout_s, self._left_s(), abort)
         if reservation is not None:
             reservation.spend(request.prompt_tokens)
         frontend.ending.running.add(task)
@@ -334,8 +345,6 @@ class Generation:
             frontend.ending.running.discard(task)
             if watchers.deadline is not None:
                 watchers.deadline.close()
-            if watchers.waits is not None:
-                frontend.limits.leave_queue(watchers.waits, begun=False)
             watchers.metrics.end(watchers.reason, watchers.timing)
             if watchers.timing is not None:
                 self._timings.append(watchers.timing)
@@ -369,7 +378,7 @@ class Generation:
         watchers.reason = "refused" if failure.status < 500 else "error"
         return failure if self.renamed is None else self.renamed(failure)
 
-    def _request(self, index: int, engine_id: str) -> GenerateRequest:
+    def _request(self, index: int) -> GenerateRequest:
         """The request of a choice, with a separate seed: equal seeds give equal choices."""
         choice = index % self.num_choices
         sampling = self.sampling
@@ -379,7 +388,7 @@ class Generation:
         if self.cache_salt is not None:  # a tenant's name has no NUL: salts differ
             salt = f"{salt}\0{self.cache_salt}"
         return GenerateRequest(
-            request_id=f"{engine_id}-{index}",
+            request_id=f"{self.engine_id}-{index}",
             prompt_token_ids=self.prompts[index // self.num_choices],
             sampling=sampling,
             adapter=self.adapter,

@@ -246,7 +246,7 @@ def check_total(num_tokens: int, limits: Limits, field: str) -> None:
 async def check_model(model: str | None, frontend: Frontend, caller: Caller) -> None:
     """Raises ApiError for an unknown model."""
     if model is not None and model not in frontend.model_names:
-        names = {one.name for one in await frontend.client.list_adapters()}
+        names = frontend.client.adapters
         model = adapter_in(model, frontend.model_names, names)
         if not model:
             return

@@ -131,6 +131,7 @@ def _common(body: Rendered, prepared: Prepared) -> dict[str, Any]:
         for name, value in asdict(prepared.sampling).items()
         if value is not None and name not in _INTERNAL
     }
+    sampling["bad_words"] = body.bad_words or ()
     if body.max_tokens == 0:
         sampling["max_tokens"] = 0
     outputs = outputs_of(body)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 CONTEXT = (
     *("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs"),
-    "thinking_token_budget",
+    *("separate_reasoning", "thinking_token_budget"),
 )
 """Fields of a chat for the answer's parsers."""
 _UNUSED = ("token_offsets", "reasoning_parser_kwargs", "skip_clone")

@@ -4,8 +4,9 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import AsyncMock, patch
 
 import pytest
 from msgspec import structs
@@ -253,6 +254,25 @@ def test_adapters_are_loaded_and_unloaded_everywhere():
             await fleet.call("unload_adapter", "a")
 
     asyncio.run(run())
+
+
+def test_names_and_versions_are_known_without_an_answer_of_an_instance(monkeypatch):
+    engine = CountingEngine(adapters={"a": "p", "b": "q"})
+    fleet = fleet_of(engine)
+    infos = {one.name: one for one in asyncio.run(engine.list_adapters())}
+    monkeypatch.setattr(engine, "list_adapters", AsyncMock(return_value=list(infos.values())))
+    assert {name: (one.path, one.version) for name, one in fleet.adapters.items()} == {
+        "a": ("p", 1),
+        "b": ("q", 1),
+    }
+    engine.list_adapters.assert_not_called()
+    fleet._instance_registry.serve(replace(infos["b"], version=2), "q")
+    a, b = asyncio.run(fleet.list_adapters())
+    assert a is infos["a"], "an entry with the served version is no copy"
+    assert (b.name, b.version) == ("b", 2)
+    fleet._instance_registry.lose(fleet.instances[0], engine)
+    with pytest.raises(EngineDeadError, match="no LLM instance is running"):
+        assert fleet.adapters
 
 
 def test_adapters_are_pinned_everywhere_or_nowhere():
