@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -103,12 +104,13 @@ def prompt_load(requests: Sequence[TraceRequest], stated: float | None = None) -
 
 
 def _block_hits(requests: Sequence[TraceRequest]) -> list[int]:
-    seen: set[int] = set()
+    seen: defaultdict[str | None, set[int]] = defaultdict(set)
     hits = []
     for one in requests:
-        blocks = sum(1 for _ in takewhile(seen.__contains__, one.hash_ids))
+        cached = seen[one.adapter]
+        blocks = sum(1 for _ in takewhile(cached.__contains__, one.hash_ids))
         hits.append(min(blocks * HASH_BLOCK_TOKENS, one.prompt_tokens - 1))
-        seen.update(one.hash_ids)
+        cached.update(one.hash_ids)
     return hits
 
 
