@@ -211,7 +211,7 @@ def show(run: dict[str, Any], *, quiet: bool = False) -> None:
 
 
 def save(run: dict[str, Any], options: dict[str, Any]) -> list[str]:
-    """Write the requested files, each on its own; the failures."""
+    """Write the files; the failures."""
     failures = []
     for name, write in (("save_result", write_json), ("append_result", _append), ("report_path", _report)):
         path = options[name]

@@ -217,7 +217,7 @@ class _Run:
             error = str(problem)
         except asyncio.CancelledError:
             error = None
-        except Exception as problem:  # of one answer, not of the run
+        except Exception as problem:
             error = f"{type(problem).__name__}: {problem}"
         self._state.failed += error is not None
         return RequestRecord(

@@ -75,7 +75,7 @@ class Coupled:
         if math.isinf(running):
             return []
         token_bytes, prompts = self._inputs.kv_token_bytes, self._inputs.prompts
-        # beyond the longest request: rounding in the written file
+        # the file rounds
         longest = 0.0 if prompts is None else 1.002 * prompts.longest + BLOCK_TOKENS
         tokens = max(longest, (running + 4 * math.sqrt(running)) * self._inputs.context_tokens)
         kv_bytes = tokens * token_bytes

@@ -191,24 +191,22 @@ class PlanInputs(PlanGoals):
 
     @cached_property
     def shard(self) -> ModelShard:
-        """A GPU's part of an instance.  Raises ConfigError."""
         return shard_of(self.shape, self.instance_gpus)
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of a token's KV over an instance's GPUs."""
+        """Over an instance's GPUs."""
         return self.instance_gpus * self.shard.shape.kv_bytes_per_token()
 
     @property
     def coupled_adapter_bytes(self) -> float:
-        """Mean bytes of an adapter's pages over an instance's GPUs."""
+        """Mean, in whole pages a layer, over an instance's GPUs."""
         local, ep = self.shard.shape, self.shard.expert_parallel
         page_bytes = BLOCK_TOKENS * local.kv_bytes_per_token()
         return self.instance_gpus * self.mix.adapter_bytes(local, ep, page_bytes)
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of the base model over an instance's GPUs."""
         return base_bytes(self.shape, self.weights, self.instance_gpus // self.shard.tensor_parallel)
 
     def to_json(self) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def base_parameters(shape: ModelShape) -> int:
 
 
 def base_bytes(shape: ModelShape, weights: WeightFormat, copies: int = 1) -> float:
-    """Bytes of the base model; other parts keep the model's dtype.  copies: of attention."""
+    """Bytes of the base model; other parts keep the model's dtype."""
     plain = 8.0 * shape.dtype_bytes
     heads = shape.num_heads + shape.num_kv_heads
     attention = shape.num_layers * 2 * shape.hidden_size * shape.head_dim * heads
@@ -63,7 +63,7 @@ def base_bytes(shape: ModelShape, weights: WeightFormat, copies: int = 1) -> flo
 
 
 def shard_of(shape: ModelShape, gpus: int) -> ModelShard:
-    """A GPU's part of an instance; attention is whole if its heads can't be divided.  Raises ConfigError."""
+    """A GPU's part; attention is whole if heads can't be divided.  Raises ConfigError."""
     if not shape.num_experts:
         return ModelShard(shape, gpus)
     with suppress(ConfigError):
@@ -93,7 +93,6 @@ KNOWN_MODELS = _known_models()
 
 FORMS = ("separate", "shared")
 BLOCK_TOKENS = 16
-"""Of a KV page."""
 _EXPERT_TARGETS = ("gate_up", "down")
 
 
@@ -124,7 +123,7 @@ class AdapterMix:
         return AdapterMix(ranks=((max(rank for rank, share in self.ranks if share), 1.0),), form=self.form)
 
     def adapter_bytes(self, shape: ModelShape, ep: int = 1, page_bytes: int = 1) -> float:
-        """Mean bytes of a packed adapter, on one of ep ranks, in whole pages a layer."""
+        """Mean bytes of a packed adapter on one of ep ranks."""
         return self._mean(shape, _EXPERT_TARGETS if shape.num_experts else DEFAULT_TARGETS, ep, page_bytes)
 
     def bytes_on_rank(self, shape: ModelShape, layout: Layout) -> float:

@@ -218,10 +218,9 @@ class Plan:
     running_per_instance: float
     """At rate_per_s."""
     parallel: Mapping[str, int]
-    """tensor_parallel, expert_parallel."""
     kv_gb_per_rank: float
     max_model_len: int | None
-    """Tokens of a request that fills the KV; None: the model's fit."""
+    """None: the model's."""
     max_num_seqs: int
     """Most requests of an instance within the TPOT SLO."""
     p95_ttft_s: float | None

@@ -43,7 +43,7 @@ ARRIVALS = {
 }
 TAIL = 0.05
 MOST_NEXT = 4
-"""Different blocks after a block of a conversation: turns end inside blocks."""
+"""Blocks after one of a conversation; turns end inside."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +126,9 @@ def planned_load(
 
 
 def _by_conversation(requests: list[PlannedRequest]) -> list[PlannedRequest]:
-    """One drawn adapter for the requests of a conversation: KV depends on the adapter.
+    """One drawn adapter a conversation: KV depends on the adapter.
 
-    A block before more than MOST_NEXT others (a system prompt) joins no requests.
+    A block before more others (a system prompt) joins none.
     """
     paths = [(*one.hash_ids, ~one.index) for one in requests]
     following: defaultdict[int, set[int]] = defaultdict(set)
