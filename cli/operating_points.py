@@ -60,8 +60,9 @@ def operating_points(model_dir: str | None, out: str, **options: Any) -> None:
     Poisson arrivals, adapters of one rank only, random ones on attention and MLP, all resident.  Tokens are
     those of prompts and answers.  A run ends early when requests wait for 3 times the TTFT.
     """
-    from moe_lora.report.results import write_json
+    from moe_lora.report.results import check_targets, write_json
 
+    check_targets(out=out)
     if (model_dir is None) == (options["performance_file"] is None):
         raise click.UsageError("give either MODEL_DIR or --simulate FILE")
     if model_dir is None:

@@ -85,8 +85,9 @@ def profile_steps(model_dir: str, out: str, force: bool, host_worker: bool, **op
     times badly (R2 below 0.9) are not written.
     (`moe-lora profile` times parts of a layer, for `provision`.)
     """
-    from moe_lora.report.results import write_json
+    from moe_lora.report.results import check_targets, write_json
 
+    check_targets(out=out)
     host_tokens = host_prompt_tokens(model_dir, options["max_tokens"]) if host_worker else 0
     content = measured_models(model_dir, options)
     for line in summary_lines(content):

@@ -298,8 +298,7 @@ def _gpus(number: int) -> str:
 def _beside_weights(plan: Plan) -> dict[str, Any]:
     return {
         "max_loras": plan.slots,
-        "lora_memory_gb": round(plan.memory_gb_per_rank * 1.001, 3),
-        "kv_cache_gb": round((plan.kv_gb_per_rank or 0.0) * 0.999, 3),
+        "lora_memory_gb": round(plan.memory_gb_per_rank * 1.001 + 0.0005, 3),
     }
 
 
@@ -320,8 +319,10 @@ def plan_yaml(
         "engine": {
             "max_num_seqs": plan.max_num_seqs,
             **({"max_num_batched_tokens": tokens} if tokens else {}),
-            "expert_parallel": plan.instance_gpus,
+            **{name: number for name, number in plan.parallel.items() if number > 1},
             "num_instances": plan.instances,
+            "kv_cache_gb": plan.kv_gb_per_rank,
+            **({"max_model_len": plan.max_model_len} if plan.max_model_len else {}),
             **(_beside_weights(plan) if plan.kind == "coupled" else {}),
             **engine,
         },

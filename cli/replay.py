@@ -78,11 +78,20 @@ def replay(**options: Any) -> None:
     --num-adapters and --adapter-counts they ask for the adapters the trace names, else the base model.
     Ctrl-C stops and keeps what there is.
     """
+    from moe_lora.report.results import check_targets
+
     from . import replay_run
 
+    check_targets(
+        save_result=options["save_result"],
+        append_result=options["append_result"],
+        report=options["report_path"],
+    )
     run, interrupted = replay_run.measure(options)
+    unwritten = replay_run.save(run, options)
     replay_run.show(run, quiet=options["quiet"])
-    replay_run.save(run, options)
+    if unwritten:
+        raise click.ClickException("; ".join(unwritten))
     if interrupted:
         click.echo("interrupted; the results cover what was done until then", err=True)
         raise click.exceptions.Exit(130)

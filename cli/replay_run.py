@@ -210,22 +210,28 @@ def show(run: dict[str, Any], *, quiet: bool = False) -> None:
         click.echo(f"requests left up to {delay_ms:.0f} ms late (P99): this machine is too busy", err=True)
 
 
-def save(run: dict[str, Any], options: dict[str, Any]) -> None:
-    """Write the requested files."""
-    if options["save_result"]:
-        write_json(options["save_result"], run)
-    if options["append_result"]:
-        append_result(
-            options["append_result"],
-            config=run["config"],
-            result=without_arrays(run),
-            env=run["env"],
-            kind=run["kind"],
-        )
-    if options["report_path"]:
-        from moe_lora.report.html import write_report
+def save(run: dict[str, Any], options: dict[str, Any]) -> list[str]:
+    """Write the files; the failures."""
+    failures = []
+    for name, write in (("save_result", write_json), ("append_result", _append), ("report_path", _report)):
+        path = options[name]
+        if not path:
+            continue
+        try:
+            write(path, run)
+        except (OSError, ValueError) as error:
+            failures.append(f"{path} was not written: {error}")
+            continue
+        if not options["quiet"]:
+            click.echo(f"wrote {path}", err=True)
+    return failures
 
-        write_report(options["report_path"], [run], f"Load test of {run['label']}")
-    for name in ("save_result", "append_result", "report_path"):
-        if options[name] and not options["quiet"]:
-            click.echo(f"wrote {options[name]}", err=True)
+
+def _append(path: str, run: dict[str, Any]) -> None:
+    append_result(path, config=run["config"], result=without_arrays(run), env=run["env"], kind=run["kind"])
+
+
+def _report(path: str, run: dict[str, Any]) -> None:
+    from moe_lora.report.html import write_report
+
+    write_report(path, [run], f"Load test of {run['label']}")

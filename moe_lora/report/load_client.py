@@ -47,6 +47,8 @@ class StreamedCompletion:
         if choice is None:
             return
         text, reason = choice.get("text") or "", choice.get("finish_reason")
+        if not isinstance(text, str):
+            raise ServerError(f"a chunk is not of the OpenAI form: {str(chunk)[:80]}")
         if text or choice.get("token_ids") or reason is None:
             self.token_times_s.append(now_s)
         self.texts.append(text)
@@ -78,6 +80,10 @@ class CompletionClient:
         self, url: str, *, timeout_s: float, max_connections: int, api_key: str | None = None
     ) -> None:
         self.url = base_url(url)
+        try:
+            httpx.URL(self.url)
+        except httpx.InvalidURL as error:
+            raise ServerError(f"--url {url} is no URL: {error}") from error
         limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
         # No proxy of the environment in the measurement.
         self._http = httpx.AsyncClient(

@@ -217,6 +217,8 @@ class _Run:
             error = str(problem)
         except asyncio.CancelledError:
             error = None
+        except Exception as problem:
+            error = f"{type(problem).__name__}: {problem}"
         self._state.failed += error is not None
         return RequestRecord(
             adapter=planned.adapter,

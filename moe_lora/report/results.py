@@ -38,15 +38,16 @@ def check_targets(**paths: str | Path | None) -> None:
     Each file needs an existing folder and a distinct path.
     """
     names: dict[Path, str] = {}
-    for name, given in paths.items():
+    for key, given in paths.items():
         if given is None:
             continue
+        name = key.replace("_", "-")
         path = Path(given).resolve()
         if path.is_dir():
             raise ValueError(f"--{name}={given} is a folder; give a file")
-        if not path.parent.is_dir():
+        if not path.parent.is_dir() or not (path.exists() or os.access(path.parent, os.W_OK)):
             raise ValueError(
-                f"--{name}={given}: there is no folder {path.parent}; make it, or write elsewhere"
+                f"--{name}={given}: there is no folder {path.parent} to write to; make it, or write elsewhere"
             )
         if path in names:
             raise ValueError(f"--{names[path]} and --{name} are the same file, {given}; give two")

@@ -258,6 +258,7 @@ def rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
 def summary_table(results: Sequence[dict[str, Any]]) -> Table:
     """One column per result."""
     from rich.table import Table
+    from rich.text import Text
 
     goals = {f"TTFT {one['slo_ttft_s']:g} s, TPOT {one['slo_tpot_s']:g} s" for one in results}
     table = Table(
@@ -265,7 +266,7 @@ def summary_table(results: Sequence[dict[str, Any]]) -> Table:
     )
     table.add_column("")
     for result in results:
-        table.add_column(str(result.get("label", "")), justify="right")
+        table.add_column(Text(str(result.get("label", ""))), justify="right")
     for heading, texts in rows(results):
         table.add_row(heading, *texts)
     return table

@@ -266,6 +266,11 @@ def _planned(
 def _with_rows(
     plan: list[PlannedRequest], rows: Sequence[PromptRow], options: WorkloadOptions
 ) -> list[PlannedRequest]:
+    most = options.max_prompt_tokens
+    if most is not None and any(row.answer is not None for row in rows):
+        raise ValueError("the prompts have answers, which cut prompts lose; leave --max-prompt-tokens out")
+    if most is not None:
+        rows = [replace(row, prompt=cut_text(row.prompt, most, row.prompt_tokens)) for row in rows]
     chosen = choose_rows([(request.adapter, request.prompt_tokens) for request in plan], rows)
     planned = []
     for request, row in zip(plan, chosen, strict=True):

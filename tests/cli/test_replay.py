@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from click.testing import CliRunner, Result
 
+from moe_lora.cli import replay_run
 from moe_lora.cli.main import main
 from moe_lora.report import read_results
 from tests.sse_server import Served, running_server
@@ -217,3 +219,31 @@ def test_run_with_no_completed_request_fails_and_says_why(server: Served, tmp_pa
     assert result.exit_code == 1
     assert "1 requests failed: HTTP 503: overloaded" in result.output
     assert "no request was completed" in result.output
+
+
+def test_markup_in_a_label_and_a_failed_file_lose_no_other(
+    server: Served, trace: Path, tmp_path: Path
+) -> None:
+    saved, lines = tmp_path / "r.json", tmp_path / "r.jsonl"
+    arguments = ("--label", "run [/a] [int8]", "--save-result", str(saved), "--append-result", str(lines))
+    with patch.object(replay_run, "write_json", side_effect=OSError("no space left")):
+        result = run(server, trace, *arguments)
+    assert result.exit_code == 1
+    assert f"{saved} was not written: no space left" in result.output
+    assert "run [/a] [int8]" in result.output
+    assert len(list(read_results(lines))) == 1
+
+
+def test_targets_are_checked_before_anything_is_sent(server: Served, trace: Path, tmp_path: Path) -> None:
+    sent = len(server.bodies)
+    result = run(server, trace, "--save-result", str(trace / "r.json"))
+    assert result.exit_code == 1
+    assert "--save-result=" in result.output
+    assert "there is no folder" in result.output
+    assert len(server.bodies) == sent
+    out = ("--out", str(tmp_path / "none" / "x.json"))
+    commands = ("profile-steps", str(tmp_path)), ("operating-points", str(tmp_path), "--slo-ttft-s", "1")
+    for command in (commands[0], (*commands[1], "--slo-tpot-s", "1")):
+        result = CliRunner().invoke(main, [*command, *out])
+        assert result.exit_code == 1
+        assert "--out=" in result.output

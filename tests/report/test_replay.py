@@ -6,8 +6,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -245,3 +247,34 @@ def test_key_is_sent_and_not_shown() -> None:
 )
 def test_error_bodies_of_all_forms_are_understood(body: object, said: str) -> None:
     assert error_message(body) == said
+
+
+def test_an_odd_answer_is_one_failed_request() -> None:
+    @asynccontextmanager
+    async def connect() -> AsyncIterator[OddAnswers]:
+        yield OddAnswers()
+
+    options = ReplayOptions(url="", model="base", vocab_size=50)
+    outcome = replay([planned(i) for i in range(3)], options, connect=connect)
+    assert [record.error for record in outcome.records] == [None, "TypeError: odd", None]
+    completion = StreamedCompletion(sent_s=0.0)
+    with pytest.raises(ServerError, match="not of the OpenAI form"):
+        completion.take({"choices": [{"text": ["x"]}]}, 1.0)
+
+
+class OddAnswers:
+    """Answers; the second raises."""
+
+    def __init__(self) -> None:
+        self.num_answers = 0
+
+    async def complete(self, body: dict[str, Any]) -> StreamedCompletion:
+        self.num_answers += 1
+        if self.num_answers == 2:
+            raise TypeError("odd")
+        return StreamedCompletion(sent_s=0.0, token_times_s=[0.0], texts=["x"], finish_reason="stop")
+
+
+def test_a_url_that_is_none_is_refused() -> None:
+    with pytest.raises(ServerError, match=r"http://127\.0\.0\.1:port is no URL"):
+        served_models("http://127.0.0.1:port")

@@ -146,19 +146,20 @@ def test_no_request_fails_while_tables_change():
     asyncio.run(run())
 
 
-def test_a_placement_that_can_not_be_made_leaves_the_table(tmp_path, caplog):
-    points = tmp_path / "points.json"
-    points.write_text(json.dumps({"8": 100.0, "16": 50.0}))
+def test_a_placement_that_can_not_be_made_leaves_the_table(caplog):
+    def refuse(*_: object) -> None:
+        raise ValueError("no place for 'a'")
 
     async def run() -> None:
-        cluster = Cluster(operating_points=str(points))
+        cluster = Cluster()
+        cluster.controller._place = refuse
         for _ in range(2):
-            await cluster.step()  # the engines' adapters have rank 1
+            await cluster.step()
         assert (cluster.controller.num_problems, cluster.controller.version) == (2, 0)
         assert await cluster.ask("r", "a") == list(range(2, 10))
 
     asyncio.run(run())
-    assert caplog.text.count("rank 1 is outside of the operating points, 8 to 16") == 1
+    assert caplog.text.count("adapters can't be placed anew: no place for 'a'") == 1
 
 
 def test_ranks_are_known_to_the_routers_that_need_them(tmp_path):

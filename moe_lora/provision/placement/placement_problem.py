@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from moe_lora.core.records import PlacementQuality
+
+logger = logging.getLogger(__name__)
 
 Server: TypeAlias = Hashable
 Table: TypeAlias = dict[str, list[tuple[Server, float]]]
@@ -87,15 +90,18 @@ class PlacementProblem:
 def operating_point(points: Mapping[int, float], lora_rank: int) -> float:
     """Tokens/s of a server with this rank alone.
 
-    1 / (tokens/s) is linear between ranks (Toppings equation 2).  Raises ValueError outside.
+    1 / (tokens/s) is linear between ranks (Toppings equation 2); outside, the nearest point counts.
     """
     ranks = sorted(points)
-    if not ranks[0] <= lora_rank <= ranks[-1]:
-        raise ValueError(
-            f"rank {lora_rank} is outside of the operating points, {ranks[0]} to {ranks[-1]}; "
-            "add a point for it"
-        )
     return 1.0 / float(np.interp(lora_rank, ranks, [1.0 / points[rank] for rank in ranks]))
+
+
+@lru_cache(maxsize=1024)
+def _warn_outside(lora_rank: int, least: int, most: int, name: str) -> None:
+    logger.warning(
+        "adapter %r: rank %d is outside of the operating points, %d to %d; the nearest counts, add a point",
+        *(name, lora_rank, least, most),
+    )
 
 
 def placement_problem(
@@ -140,6 +146,9 @@ def placement_problem(
     least = math.inf
     for rank in sorted({int(adapters[name]) for name in names}):
         least = points[rank] = min(least, operating_point(operating_points, rank))
+        if not min(operating_points) <= rank <= max(operating_points):
+            name = next(name for name in names if adapters[name] == rank)
+            _warn_outside(rank, min(operating_points), max(operating_points), name)
     ranks = np.array([adapters[name] for name in names], dtype=np.int64)
     tokens = np.array([demand.get(name, 0.0) for name in names], dtype=np.float64)
     per_s = np.array([points[int(rank)] for rank in ranks], dtype=np.float64)

@@ -24,7 +24,7 @@ from moe_lora.provision.admission.admitted import NeededCapacity, largest
 from moe_lora.timing.host_times import LinkTime
 
 from .inputs import PlanInputs
-from .memory import STEPS_TO_FIRST_TOKEN, LoadQueue, base_bytes, miss_share, server_bytes
+from .memory import STEPS_TO_FIRST_TOKEN, LoadQueue, miss_share, server_bytes
 from .stages import StageTimes, StepTokens
 
 MEMORY, FIRST_TOKEN, LOADS = "ttft: cache capacity", "ttft: first token", "ttft: loads"
@@ -120,8 +120,14 @@ class Cluster:
     def layouts(self) -> tuple[Layout, ...]:
         """Every allowed EPx-PPy, by number of ranks.
 
-        Raises ConfigError if GPUs can't share the experts.
+        Raises ConfigError if GPUs can't share the experts, SloError if they divide sites.
         """
+        shard = self.inputs.shard
+        if shard.divides_inner:
+            raise SloError(
+                f"a LoRA Server computes whole sites, and the {shard.tensor_parallel} GPUs of an instance "
+                "divide those of a dense model; give --instance-gpus 1"
+            )
         self._partition(Layout())
         return tuple(sorted(self._layouts(), key=lambda layout: (layout.num_ranks, layout.ep)))
 
@@ -133,16 +139,16 @@ class Cluster:
     @cached_property
     def kv_requests(self) -> float:
         """Requests whose KV fits beside the weights.  Raises ConfigError for too large weights."""
-        shape, gpu, gpus = self.inputs.shape, self.inputs.profile.gpu, self.inputs.instance_gpus
+        gpu, gpus = self.inputs.profile.gpu, self.inputs.instance_gpus
         usable = gpus * gpu.memory_bytes * gpu.instance_memory_share
-        weights = base_bytes(shape, self.inputs.weights)
+        weights = self.inputs.weight_bytes
         if weights >= usable:
             raise ConfigError(
                 f"the base model's {weights / 1e9:.1f} GB exceed what {gpus} GPUs give an instance "
                 f"({usable / 1e9:.1f} GB) by {(weights - usable) / 1e9:.1f} GB; raise --instance-gpus, "
                 "or give --quantize"
             )
-        return (usable - weights) / (shape.kv_bytes_per_token() * self.inputs.context_tokens)
+        return (usable - weights) / (self.inputs.kv_token_bytes * self.inputs.context_tokens)
 
     @cached_property
     def max_batch(self) -> tuple[float, str]:
@@ -151,12 +157,13 @@ class Cluster:
         KV holds b + 4 sqrt(b) requests: four standard deviations of a Poisson count.  Raises SloError if a
         row exceeds the SLO, ConfigError if the model does not fit.
         """
-        room = self.kv_requests
-        parts = 1 if self.inputs.prompts is None else PARTS_OF_A_ROW
+        room, prompts, context = self.kv_requests, self.inputs.prompts, self.inputs.context_tokens
+        parts = 1 if prompts is None else PARTS_OF_A_ROW
         kv = max(1, int((math.sqrt(room + 4) - 2) ** 2 / self.in_service * parts))
-        if room < 1:
+        tokens = context if prompts is None else max(context, prompts.longest)
+        if room * context < tokens:
             raise ConfigError(
-                f"the KV of one request of {self.inputs.context_tokens:.0f} tokens does not fit beside the "
+                f"the KV of one request of {tokens:.0f} tokens does not fit beside the "
                 f"weights of an instance; raise --instance-gpus={self.inputs.instance_gpus}"
             )
         if not self.base_holds(1 / parts):

@@ -356,13 +356,12 @@ def coupled_plan(cluster: Cluster, place: SizedCluster) -> Plan:
     queues = shared["slots_iar_corrected"] < TAIL
     return Plan(
         kind="coupled",
-        kv_gb_per_rank=_kv_bytes(cluster, place) / inputs.instance_gpus / 1e9,
         capacity_paper=needed["paper"],
         capacity_corrected=needed["corrected"],
         loads_per_s=queue.loads_per_s * num_instances,
         load_wait_s=queue.wait_s if math.isfinite(queue.wait_s) else 0.0,
         **_NO_SERVER,
-        memory_gb_per_rank=place.slots * inputs.adapter_bytes / inputs.instance_gpus / 1e9,
+        memory_gb_per_rank=place.slots * inputs.coupled_adapter_bytes / inputs.instance_gpus / 1e9,
         binding_constraint=CHECK,
         max_num_seqs=coupled.most_rows(place),
         p95_ttft_s=None if queues else decode_s + cluster.prefill_s(None, tpot_s),
@@ -374,12 +373,6 @@ def coupled_plan(cluster: Cluster, place: SizedCluster) -> Plan:
         assumptions=assumptions(inputs, batch * num_instances, coupled=True),
         **shared,
     )
-
-
-def _kv_bytes(cluster: Cluster, place: SizedCluster) -> float:
-    inputs = cluster.inputs
-    context = inputs.shape.kv_bytes_per_token() * inputs.context_tokens
-    return Coupled(cluster).kv_requests(place.slots) * context
 
 
 def _layer_ms(cluster: Cluster, batch: float) -> dict[str, float]:

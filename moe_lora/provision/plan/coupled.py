@@ -11,7 +11,7 @@ from moe_lora.timing.host_times import LinkTime
 
 from .cluster_size import Cluster
 from .inputs import SizedCluster
-from .memory import STEPS_TO_FIRST_TOKEN, LoadQueue, base_bytes, miss_share
+from .memory import BLOCK_TOKENS, STEPS_TO_FIRST_TOKEN, LoadQueue, miss_share
 from .sizing import most_running
 from .stages import StepTokens
 
@@ -55,8 +55,8 @@ class Coupled:
 
     def kv_requests(self, slots: int) -> float:
         """Requests whose KV fits beside `slots` adapters."""
-        context = self._inputs.shape.kv_bytes_per_token() * self._inputs.context_tokens
-        return (self._room - slots * self._inputs.adapter_bytes) / context
+        context = self._inputs.kv_token_bytes * self._inputs.context_tokens
+        return (self._room - slots * self._inputs.coupled_adapter_bytes) / context
 
     def load_s(self, slots: int) -> float:
         """Load time of an adapter over all GPUs; 0 if every adapter has a slot.
@@ -67,18 +67,20 @@ class Coupled:
         if slots >= len(inputs.probabilities):
             return 0.0
         rate = inputs.profile.gpu.needed("load_bytes_per_s", inputs.profile.name)
-        return LinkTime(inputs.instance_gpus * rate).seconds(inputs.adapter_bytes)
+        return LinkTime(inputs.instance_gpus * rate).seconds(inputs.coupled_adapter_bytes)
 
     def places(self, num_instances: int) -> list[SizedCluster]:
         """Splits of an instance's memory between adapters and KV."""
         running = self.batch(num_instances) * self._cluster.in_service
         if math.isinf(running):
             return []
-        token_bytes, prompts = self._inputs.shape.kv_bytes_per_token(), self._inputs.prompts
-        longest = 0 if prompts is None else prompts.longest
+        token_bytes, prompts = self._inputs.kv_token_bytes, self._inputs.prompts
+        # the file rounds
+        longest = 0.0 if prompts is None else 1.002 * prompts.longest + BLOCK_TOKENS
         tokens = max(longest, (running + 4 * math.sqrt(running)) * self._inputs.context_tokens)
         kv_bytes = tokens * token_bytes
-        most = min(len(self._inputs.probabilities), int((self._room - kv_bytes) / self._inputs.adapter_bytes))
+        fitting = int((self._room - kv_bytes) / self._inputs.coupled_adapter_bytes)
+        most = min(len(self._inputs.probabilities), fitting)
         loads = self._inputs.profile.gpu.load_bytes_per_s is not None
         if most < (1 if loads else len(self._inputs.probabilities)):
             return []
@@ -136,4 +138,4 @@ class Coupled:
         inputs = self._inputs
         gpu = inputs.profile.gpu
         usable = inputs.instance_gpus * gpu.memory_bytes * gpu.instance_memory_share
-        return usable - base_bytes(inputs.shape, inputs.weights)
+        return usable - inputs.weight_bytes

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any
 
@@ -18,6 +19,7 @@ from moe_lora.config.settings import settings_of
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.partition import Layout
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.shard import ModelShard
 from moe_lora.core.weight_format import UNQUANTISED, WeightFormat
 from moe_lora.provision.device_profile import Profile
 from moe_lora.provision.lower_bound import Work, work_of
@@ -25,7 +27,7 @@ from moe_lora.provision.replayed.system_config import BlockHits, PrefixHits, Sta
 from moe_lora.workload.replay_plan import HASH_BLOCK_TOKENS
 from moe_lora.workload.traces.records import TraceRequest
 
-from .memory import AdapterMix
+from .memory import BLOCK_TOKENS, AdapterMix, base_bytes, shard_of
 from .stages import PromptsPerRow
 
 _FROM_TRACE = {
@@ -103,12 +105,13 @@ def prompt_load(requests: Sequence[TraceRequest], stated: float | None = None) -
 
 
 def _block_hits(requests: Sequence[TraceRequest]) -> list[int]:
-    seen: set[int] = set()
+    seen: defaultdict[str | None, set[int]] = defaultdict(set)
     hits = []
     for one in requests:
-        blocks = sum(1 for _ in takewhile(seen.__contains__, one.hash_ids))
+        cached = seen[one.adapter]
+        blocks = sum(1 for _ in takewhile(cached.__contains__, one.hash_ids))
         hits.append(min(blocks * HASH_BLOCK_TOKENS, one.prompt_tokens - 1))
-        seen.update(one.hash_ids)
+        cached.update(one.hash_ids)
     return hits
 
 
@@ -168,6 +171,12 @@ class PlanInputs(PlanGoals):
             if value is not None and not (math.isfinite(value) and value > 0):
                 where = _FROM_TRACE.get(name, f"change --{name.replace('_', '-')}")
                 raise ConfigError(f"{name}={value} must be a finite number above 0; {where}")
+        longest, most = 0 if self.prompts is None else self.prompts.longest, self.shard.shape.max_position
+        if longest > most:
+            raise ConfigError(
+                f"the trace's longest request has {longest} tokens with its answer, and {self.model} takes "
+                f"max_position={most}; leave such requests out of the trace"
+            )
         if not 0 < self.adapter_share <= 1:
             raise ConfigError(f"adapter_share={self.adapter_share} must be above 0 and at most 1")
         if self.rate_per_s is None and self.global_batch is None:
@@ -179,6 +188,26 @@ class PlanInputs(PlanGoals):
     @property
     def adapter_bytes(self) -> float:
         return self.mix.adapter_bytes(self.shape)
+
+    @cached_property
+    def shard(self) -> ModelShard:
+        return shard_of(self.shape, self.instance_gpus)
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Over an instance's GPUs."""
+        return self.instance_gpus * self.shard.shape.kv_bytes_per_token()
+
+    @property
+    def coupled_adapter_bytes(self) -> float:
+        """Mean, in whole pages a layer, over an instance's GPUs."""
+        local, ep = self.shard.shape, self.shard.expert_parallel
+        page_bytes = BLOCK_TOKENS * local.kv_bytes_per_token()
+        return self.instance_gpus * self.mix.adapter_bytes(local, ep, page_bytes)
+
+    @property
+    def weight_bytes(self) -> float:
+        return base_bytes(self.shape, self.weights, self.instance_gpus // self.shard.tensor_parallel)
 
     def to_json(self) -> dict[str, Any]:
         """All fields except arrays, as JSON values."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from scipy.special import lambertw
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.partition import Layout
 from moe_lora.core.shape import DEFAULT_TARGETS, MAX_CUDA_LORA_RANK, ModelShape
+from moe_lora.core.shard import ModelShard
 from moe_lora.core.weight_format import WeightFormat
 from moe_lora.families import shape_of
 from moe_lora.provision.device_profile import Gpu
@@ -48,16 +50,25 @@ def base_parameters(shape: ModelShape) -> int:
     return shape.num_layers * layer + 2 * shape.vocab_size * shape.hidden_size
 
 
-def base_bytes(shape: ModelShape, weights: WeightFormat) -> float:
+def base_bytes(shape: ModelShape, weights: WeightFormat, copies: int = 1) -> float:
     """Bytes of the base model; other parts keep the model's dtype."""
     plain = 8.0 * shape.dtype_bytes
     heads = shape.num_heads + shape.num_kv_heads
     attention = shape.num_layers * 2 * shape.hidden_size * shape.head_dim * heads
     experts = shape.num_layers * max(1, shape.num_experts) * 3 * shape.hidden_size * shape.intermediate_size
     head = shape.vocab_size * shape.hidden_size if weights.head else 0
-    in_format = (attention + head) * (weights.attention_bits or plain)
+    in_format = (copies * attention + head) * (weights.attention_bits or plain)
     in_format += experts * (weights.expert_bits or plain)
     return (in_format + (base_parameters(shape) - attention - head - experts) * plain) / 8
+
+
+def shard_of(shape: ModelShape, gpus: int) -> ModelShard:
+    """A GPU's part; attention is whole if heads can't be divided.  Raises ConfigError."""
+    if not shape.num_experts:
+        return ModelShard(shape, gpus)
+    with suppress(ConfigError):
+        return ModelShard(shape, gpus, gpus)
+    return ModelShard(shape, 1, gpus)
 
 
 def known_model(name: str) -> KnownModel:
@@ -81,6 +92,7 @@ def _known_models() -> tuple[KnownModel, ...]:
 KNOWN_MODELS = _known_models()
 
 FORMS = ("separate", "shared")
+BLOCK_TOKENS = 16
 _EXPERT_TARGETS = ("gate_up", "down")
 
 
@@ -110,9 +122,9 @@ class AdapterMix:
         """Only the largest rank of the mix."""
         return AdapterMix(ranks=((max(rank for rank, share in self.ranks if share), 1.0),), form=self.form)
 
-    def adapter_bytes(self, shape: ModelShape) -> float:
-        """Mean bytes of a packed adapter."""
-        return self._mean(shape, _EXPERT_TARGETS if shape.num_experts else DEFAULT_TARGETS, 1)
+    def adapter_bytes(self, shape: ModelShape, ep: int = 1, page_bytes: int = 1) -> float:
+        """Mean bytes of a packed adapter on one of ep ranks."""
+        return self._mean(shape, _EXPERT_TARGETS if shape.num_experts else DEFAULT_TARGETS, ep, page_bytes)
 
     def bytes_on_rank(self, shape: ModelShape, layout: Layout) -> float:
         """Mean bytes of an adapter on the fullest rank: adapter bytes * ceil(layers / y) / layers / x.
@@ -127,10 +139,14 @@ class AdapterMix:
             whole = max(self._mean(shape, part, 1) for part in parts)
         return whole * math.ceil(shape.num_layers / layout.pp) / shape.num_layers
 
-    def _mean(self, shape: ModelShape, targets: Sequence[str], ep: int) -> float:
-        shared = self.form == "shared"
+    def _mean(self, shape: ModelShape, targets: Sequence[str], ep: int, page_bytes: int = 1) -> float:
+        shared, unit = self.form == "shared", shape.num_layers * page_bytes
+
+        def in_pages(rank: int) -> int:
+            return -(-shape.adapter_bytes(rank, targets, shared, ep) // unit) * unit
+
         return max(
-            sum(share * shape.adapter_bytes(rank, targets, shared, ep) for rank, share in shares)
+            sum(share * in_pages(rank) for rank, share in shares)
             for shares in (self.ranks, self.adapter_ranks or self.ranks)
         )
 

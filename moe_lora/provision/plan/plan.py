@@ -16,9 +16,10 @@ from moe_lora.provision.device_profile import Profile, RooflineProfile
 from moe_lora.provision.lower_bound import LowerBound
 
 from .cluster_size import MS, Cluster
+from .coupled import Coupled
 from .evidence import evidence
 from .inputs import PlanInputs, SizedCluster
-from .memory import KNOWN_MODELS, LoadQueue, bytes_text, server_bytes
+from .memory import BLOCK_TOKENS, KNOWN_MODELS, LoadQueue, bytes_text, server_bytes
 from .sizing import (
     Candidate,
     ServerSize,
@@ -216,6 +217,10 @@ class Plan:
     """With the margin."""
     running_per_instance: float
     """At rate_per_s."""
+    parallel: Mapping[str, int]
+    kv_gb_per_rank: float
+    max_model_len: int | None
+    """None: the model's."""
     max_num_seqs: int
     """Most requests of an instance within the TPOT SLO."""
     p95_ttft_s: float | None
@@ -244,7 +249,6 @@ class Plan:
     """Parts without a run here."""
     kind: str = "lora_server"
     """lora_server, or coupled: adapters beside the weights."""
-    kv_gb_per_rank: float | None = None
     compared: str = ""
     """Reason for this kind."""
     checked: tuple[Replay, ...] = ()
@@ -349,6 +353,7 @@ def shared_fields(
         "slots_iar_corrected": at_slots["corrected"],
         "total_gpus": place.num_gpus(inputs.instance_gpus),
         "instance_gpus": inputs.instance_gpus,
+        **_memory(cluster, place),
         "rate_per_s": rate_per_s,
         "global_batch": load,
         "requests_in_service": load * cluster.in_service,
@@ -357,6 +362,20 @@ def shared_fields(
         "tpot_s": tpot_s,
         "inputs": inputs.to_json(),
         **evidence(inputs, place, rate_per_s),
+    }
+
+
+def _memory(cluster: Cluster, place: SizedCluster) -> dict[str, Any]:
+    inputs, shard = cluster.inputs, cluster.inputs.shard
+    coupled = place.layout is None
+    requests = Coupled(cluster).kv_requests(place.slots) if coupled else cluster.kv_requests
+    token_bytes = shard.shape.kv_bytes_per_token()
+    kv_gb = round(requests * inputs.context_tokens * token_bytes / 1e9 * 0.999, 3)
+    tokens = int(kv_gb * 1e9 / token_bytes) // BLOCK_TOKENS * BLOCK_TOKENS
+    return {
+        "parallel": {"tensor_parallel": shard.tensor_parallel, "expert_parallel": shard.expert_parallel},
+        "kv_gb_per_rank": kv_gb,
+        "max_model_len": tokens if tokens < shard.shape.max_position else None,
     }
 
 

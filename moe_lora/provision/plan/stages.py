@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from moe_lora.config.optional_parts import StageTime
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.shard import ModelShard
 from moe_lora.core.weight_format import UNQUANTISED, WeightFormat
 from moe_lora.provision.device_profile import (
     Efficiency,
@@ -26,6 +27,8 @@ from moe_lora.provision.device_profile import (
     Sizes,
 )
 from moe_lora.provision.replayed.system_config import StepRows
+
+from .memory import shard_of
 
 US = 1e-6
 
@@ -207,7 +210,7 @@ class StageTimes:
             assert own is not None
             return own.seconds(step.all_rows)
         flops = 2.0 * self._attention_weights * step.prompt_tokens
-        flop_per_s = self._sizes.instance_gpus * self._rates()[1] * self._efficiency.flop
+        flop_per_s = self._shard.tensor_parallel * self._rates()[1] * self._efficiency.flop
         return decode_s + flops / flop_per_s + step.pairs * self.pair_s
 
     @property
@@ -228,8 +231,8 @@ class StageTimes:
         """Time per layer of a prompt token and an attended token; 0 for measured rows."""
         if self._efficiency is None:
             return 0.0
-        flops = 4.0 * self._shape.num_heads * self._shape.head_dim
-        return flops / (self._sizes.instance_gpus * self._rates()[1] * self._efficiency.flop)
+        flops = 4.0 * len(self._shard.heads) * self._shape.head_dim
+        return flops / (self._rates()[1] * self._efficiency.flop)
 
     @cached_property
     def experts_stage(self) -> StageTime:
@@ -243,15 +246,20 @@ class StageTimes:
 
     @cached_property
     def attention_stage(self) -> StageTime:
-        """Every GPU reads all attention weights, and the KV of its rows."""
+        """Every GPU reads all attention weights, and the KV of its heads."""
         shape, reached, (bytes_per_s, _) = self._shape, self._needed(), self._rates()
         share = self._share(self._weights.attention_bits)
         weight_bytes = share * shape.dtype_bytes * self._attention_weights
-        kv_bytes = 2 * shape.dtype_bytes * shape.num_kv_heads * shape.head_dim * self._context_tokens
+        kv_heads = self._shard.shape.num_kv_heads
+        kv_bytes = 2 * shape.dtype_bytes * kv_heads * shape.head_dim * self._context_tokens
         return StageTime(
             fixed_s=weight_bytes / bytes_per_s / reached.memory + US * self._profile.fixed_us.attention,
-            per_row_s=kv_bytes / (self._sizes.instance_gpus * bytes_per_s) / reached.memory,
+            per_row_s=kv_bytes / bytes_per_s / reached.memory,
         )
+
+    @cached_property
+    def _shard(self) -> ModelShard:
+        return shard_of(self._shape, self._sizes.instance_gpus)
 
     def _share(self, bits: float | None) -> float:
         return 1.0 if bits is None else bits / (8 * self._shape.dtype_bytes)

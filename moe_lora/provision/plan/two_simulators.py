@@ -29,7 +29,7 @@ from moe_lora.workload.traces.records import Trace
 from . import verify
 from .cluster_size import Cluster
 from .inputs import CHUNK_TOKENS, PlanInputs, SizedCluster
-from .memory import base_parameters
+from .memory import BLOCK_TOKENS, base_parameters
 from .verify import WARM_UP_SHARE, planned_load, system_of, under_way
 
 FAST, REAL = "provision.replayed", "moe_lora.sim"
@@ -38,7 +38,6 @@ NUM_REQUESTS, LEAST_REQUESTS = 2000, 200
 MOST_TOKENS = 400_000
 """Output tokens per comparison; PROMPT_TOKENS of a prompt count as one."""
 PROMPT_TOKENS = 64
-BLOCK_TOKENS = 16
 """Tokens of a KV page: the engine's default."""
 NOT_REPLAYED = (
     "messages between processes, lost processes, experts of unequal load, turns of instances at each layer "

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import count, islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +42,8 @@ ARRIVALS = {
     "poisson": "Poisson arrivals of the plan's rate",
 }
 TAIL = 0.05
+MOST_NEXT = 4
+"""Blocks after one of a conversation; turns end inside."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,20 +117,30 @@ def planned_load(
     return PlannedLoad(
         rate_per_s=rate_per_s,
         requests={
-            kind: _by_conversation(make_plan(repeated, options, popularity))
+            kind: _by_conversation(plan) if popularity else plan
             for kind, options in kinds.items()
+            for plan in [make_plan(repeated, options, popularity)]
         },
         popular=popular,
     )
 
 
 def _by_conversation(requests: list[PlannedRequest]) -> list[PlannedRequest]:
-    """Requests with a common first block get one adapter: KV depends on the adapter."""
+    """One drawn adapter a conversation: KV depends on the adapter.
+
+    A block before more others (a system prompt) joins none.
+    """
+    paths = [(*one.hash_ids, ~one.index) for one in requests]
+    following: defaultdict[int, set[int]] = defaultdict(set)
+    for path in paths:
+        for block, after in pairwise(path):
+            following[block].add(after)
     adapters: dict[int, str | None] = {}
-    return [
-        replace(one, adapter=adapters.setdefault(one.hash_ids[0], one.adapter)) if one.hash_ids else one
-        for one in requests
-    ]
+    found = []
+    for one, path in zip(requests, paths, strict=True):
+        shared = (number for number, block in enumerate(path, 1) if len(following[block]) > MOST_NEXT)
+        found.append(replace(one, adapter=adapters.setdefault(path[max(shared, default=0)], one.adapter)))
+    return found
 
 
 def replays(

@@ -63,8 +63,14 @@ def test_servers_that_rounding_forgot_go_to_the_highest_of_the_ranks_rounded_dow
 
 def test_points_between_are_interpolated_in_the_time_of_a_token():
     assert operating_point({8: 100.0, 24: 50.0}, 16) == pytest.approx(1 / 0.015)
-    with pytest.raises(ValueError, match="rank 32 is outside of the operating points, 8 to 24"):
-        operating_point({8: 100.0, 24: 50.0}, 32)
+    assert [operating_point({8: 100.0, 24: 50.0}, rank) for rank in (4, 32)] == [100.0, 50.0]
+
+
+def test_a_rank_outside_of_the_points_is_placed_and_named_once(caplog):
+    adapters, points = {"a": 16, "tiny": 4}, {8: 100.0, 64: 80.0}
+    for _ in range(2):
+        assert place_adapters(adapters, [0, 1], points, {"a": 10.0, "tiny": 5.0}).keys() == adapters.keys()
+    assert caplog.text.count("adapter 'tiny': rank 4 is outside of the operating points, 8 to 64") == 1
 
 
 def test_a_point_above_that_of_a_smaller_rank_counts_as_that():
@@ -148,7 +154,6 @@ def test_without_any_demand_adapters_are_spread_by_number():
         (({"a": 8}, [0], {}, {}), "operating_points is empty"),
         (({"a": 8}, [0], {8: 0.0}, {}), "tokens/s positive and finite"),
         (({"a": 0}, [0], POINTS, {}), "a rank is a whole number >= 1"),
-        (({"a": 256}, [0], POINTS, {}), "rank 256 is outside of the operating points, 8 to 128"),
         (({"a": 8}, [0], POINTS, {"a": -1.0}), "must be a finite number >= 0"),
         (({"a": 8}, [0], POINTS, {"a": float("nan")}), "must be a finite number >= 0"),
         (({"a": 8}, [0], POINTS, {"b": 1.0}), "'b', which is not among the adapters"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from moe_lora.core.partition import Layout
 from moe_lora.provision.plan.checked import place_of
 from moe_lora.provision.plan.cluster_size import Cluster
-from moe_lora.provision.plan.inputs import SizedCluster
+from moe_lora.provision.plan.inputs import SizedCluster, prompt_load
 from moe_lora.provision.plan.memory import AdapterMix
 from moe_lora.provision.plan.plan import make_plan
 from moe_lora.provision.plan.verify import (
@@ -25,6 +26,7 @@ from moe_lora.provision.plan.verify import (
     system_of,
 )
 from moe_lora.workload.replay_plan import PlannedRequest
+from moe_lora.workload.traces.records import Trace
 from moe_lora.workload.traces.traces import read_trace
 
 from .plans import inputs, zipf
@@ -177,3 +179,40 @@ def test_bursts_wait_where_their_poisson_twin_does_not(tmp_path: Path) -> None:
     load = planned_load(given, 20.0, read_trace(path), num_requests=2000)
     found = {one.arrivals: one for one in replays(Cluster(given), SizedCluster(Layout(ep=2), 1), load)}
     assert (found["trace"].admitted_at_once or 0.0) < (found["poisson"].admitted_at_once or 0.0) - 0.1
+
+
+def shared_prompt(tmp_path: Path) -> Trace:
+    """Two turns of 100 conversations behind one system prompt; each turn ends inside a block."""
+    path = tmp_path / "shared.jsonl"
+    rows = [
+        {"arrival_s": i, "prompt_tokens": 1000, "output_tokens": 9, "hash_ids": ids}
+        for i, ids in enumerate([[0, 3 * n, 3 * n + 1] for n in range(1, 101)])
+    ]
+    rows += [row | {"arrival_s": 100 + i, "hash_ids": [0, 3 * i + 3, 999 + i]} for i, row in enumerate(rows)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return read_trace(path)
+
+
+def test_a_system_prompt_joins_no_conversations(tmp_path: Path) -> None:
+    given = inputs(rate_per_s=2.0, probabilities=np.full(50, 1 / 50))
+    for requests in planned_load(given, 2.0, shared_prompt(tmp_path), num_requests=200).requests.values():
+        first, second = ([one.adapter for one in part] for part in (requests[:100], requests[100:]))
+        assert len(set(first)) > 25
+        assert first == second
+
+
+def test_named_adapters_of_a_trace_stay(tmp_path: Path) -> None:
+    trace = shared_prompt(tmp_path)
+    named = tuple(replace(one, adapter=f"a{i % 7}") for i, one in enumerate(trace.requests))
+    given = inputs(rate_per_s=2.0, probabilities=np.full(7, 1 / 7), adapters_are_traces=True)
+    for requests in planned_load(
+        given, 2.0, replace(trace, requests=named), num_requests=200
+    ).requests.values():
+        assert [one.adapter for one in requests] == [one.adapter for one in named]
+
+
+def test_prefix_hits_are_of_one_adapter(tmp_path: Path) -> None:
+    requests = shared_prompt(tmp_path).requests
+    each = [replace(one, adapter=f"a{i}") for i, one in enumerate(requests)]
+    assert prompt_load(requests).hit_share > 0
+    assert prompt_load(each).hit_share == 0
