@@ -376,11 +376,11 @@ class AdapterManager:
     def _drop(self, adapter: AdapterVersion) -> None:
         self.unpin(adapter)
         self._cache.forget(adapter.uid)
-        self.store.forget(adapter.packed)
         del self.versions[adapter.uid]
         self.failures.forget(adapter.uid)
         if self.on_drop is not None:
             self.on_drop(adapter)
+        self.store.forget(adapter.packed)
 
     def _hand_pin_over(self, previous: AdapterVersion, adapter: AdapterVersion) -> None:
         self.unpin(previous)
