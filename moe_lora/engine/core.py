@@ -265,6 +265,8 @@ class EngineCore:
     def _note_load(self, adapter: AdapterVersion, error: Exception | None) -> None:
         if self._notes is not None:
             self._notes.end_load(adapter.name)
+        if adapter.uid not in self.adapters.versions:
+            return
         if error is None:
             self.adapters.failures.loaded(adapter)
         elif self.adapters.failures.load_failed(adapter, error):

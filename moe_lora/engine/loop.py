@@ -188,7 +188,7 @@ class EngineLoop(threading.Thread):
         try:
             value = method(*call.args) if compute is None else compute()
         except Exception as error:
-            self._emit(Reply(call.call_id, error=error))
+            self._reject(call, error)
             return
         if isinstance(value, Generator):
             self._go_on(call, value, None)
@@ -201,6 +201,11 @@ class EngineLoop(threading.Thread):
             value.add_done_callback(reply)
         else:
             self._emit(Reply(call.call_id, value))
+
+    def _reject(self, call: Call, error: Exception) -> None:
+        self._emit(Reply(call.call_id, error=error))
+        if isinstance(error, EngineDeadError):
+            self._lose(error)
 
     def _answers(self, call: Call) -> bool:
         """As `RequestMoves.answer_beside`."""
@@ -216,7 +221,7 @@ class EngineLoop(threading.Thread):
         except StopIteration as last:
             self._emit(Reply(call.call_id, last.value))
         except Exception as error:
-            self._emit(Reply(call.call_id, error=error))
+            self._reject(call, error)
         else:
             if isinstance(wait, Future):
                 wait.add_done_callback(lambda done: self.inbox.put(partial(self._go_on, call, steps, done)))

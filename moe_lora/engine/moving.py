@@ -108,7 +108,7 @@ class KvTransfer:
         num_bytes = -(-room // self.block_size) * self._layout.page_bytes
         try:
             window = self._transport.alloc(f"kv-{next(self._labels)}", num_bytes, 1)
-        except OSError as error:
+        except Exception as error:
             logger.warning(
                 "no window of %d bytes for the KV of a moved request: %s; it is computed here instead",
                 num_bytes,

@@ -6,8 +6,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from moe_lora.core.errors import BusyError, ConfigError
@@ -74,7 +74,7 @@ class Sleep:
                 if drops_weights and self._has_weights:
                     self._has_weights = False
                     steps.append("free_weights")
-                (yield self._on_all_ranks(MemoryOrder(tuple(steps)))).result()
+                yield from self._on_all_ranks(MemoryOrder(tuple(steps)))
             except Exception:
                 if "free_weights" not in steps:
                     self._set_order(before)
@@ -84,7 +84,7 @@ class Sleep:
         """Wake these parts up.  Raises ConfigError for an unreadable checkpoint."""
         with self._alone():
             if "weights" in parts and not self._has_weights:
-                (yield self._on_all_ranks(MemoryOrder(("read_weights",)))).result()
+                yield from self._on_all_ranks(MemoryOrder(("read_weights",)))
                 self._has_weights = True
             if self.order.parts:
                 self._set_order(self.order.stop(parts))
@@ -111,21 +111,24 @@ class Sleep:
                 "batching='unmerged'"
             )
 
-    def _on_all_ranks(self, order: MemoryOrder) -> Future[None]:
+    def _on_all_ranks(self, order: MemoryOrder) -> Steps[None]:
         """In a short thread: a lasting thread would keep OpenMP's workers from the steps."""
-        rank, followers = self._core.rank, self._core.transfers.followers
-        followers.tell(order)
+        rank, transfers = self._core.rank, self._core.transfers
+        answering = ExitStack()
+        answering.enter_context(transfers.followers.answering(order))
 
         def work() -> None:
-            try:
+            with answering:
                 order.carry_out(rank)
-            finally:
-                followers.settle()
 
         thread = ThreadPoolExecutor(1, "sleep")
-        done = thread.submit(work)
-        thread.shutdown(wait=False)
-        return done
+        transfers.held = True
+        try:
+            done = thread.submit(work)
+            thread.shutdown(wait=False)
+            (yield done).result()
+        finally:
+            transfers.held = False
 
     def _is_idle(self) -> bool:
         return not (self._core.has_work or self._core.transfers.busy)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -288,3 +289,26 @@ def test_notes_name_the_adapters_of_the_step_and_of_loads(core, monkeypatch):
         assert reader.adapters() == {"new"}
     core.close()
     assert reader.adapters() == frozenset()
+
+
+def test_a_load_that_fails_after_the_unload_leaves_no_failure(core, monkeypatch):
+    bringing, go_on = threading.Event(), threading.Event()
+
+    def fail(self, order, packed):
+        bringing.set()
+        go_on.wait(PATIENCE_S)
+        raise AdapterError("damaged")
+        yield
+
+    monkeypatch.setattr(RankCopier, "_bring", fail)
+    core.adapters.pin(core.adapters.current("upper"))
+    core.tend()
+    assert bringing.wait(PATIENCE_S)
+    core.remove_adapter("upper")
+    go_on.set()
+    deadline = time.monotonic() + PATIENCE_S
+    while core.transfers.busy:
+        assert time.monotonic() < deadline
+        core.tend()
+    failures = core.adapters.failures
+    assert (failures.by_version, failures._num_loads) == ({}, {})

@@ -5,13 +5,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from moe_lora.config import EngineConfig
+from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine.build import build_engine
-from moe_lora.engine.client.messages import Event, Generate, Inbox, Outputs, Pulse, Stop
+from moe_lora.engine.client.messages import (
+    Call,
+    Dead,
+    Event,
+    Generate,
+    Inbox,
+    Outputs,
+    Pulse,
+    Reply,
+    Stop,
+)
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.loop import EngineLoop
 from tests.virtual_clock import VirtualClock
@@ -109,3 +121,19 @@ def test_steps_are_counted_by_their_tokens():
     assert stats.step_tokens == 3 + 6, "of the prompt and of the answer"
     assert sum(stats.step_counts) == stats.num_steps == 6
     assert stats.step_counts[:2] == (5, 1)
+
+
+def test_a_verb_that_finds_a_rank_dead_ends_the_engine(monkeypatch):
+    inbox, core = Inbox(), build_engine(CONFIG)
+    events: list[Event] = []
+
+    def emit(event: Event) -> None:
+        events.append(event)
+        inbox.put(lambda: inbox.put(Stop()))
+
+    error = EngineDeadError("rank 1 is gone")
+    monkeypatch.setattr(core, "remove_adapter", Mock(side_effect=error))
+    loop = EngineLoop(core, emit, inbox)
+    inbox.put(Call(1, "unload_adapter", ("a",)))
+    loop.run()
+    assert events == [Reply(1, error=error), Dead(error)]

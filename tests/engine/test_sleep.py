@@ -22,6 +22,7 @@ from moe_lora import LLM, SamplingParams
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.errors import BusyError, ConfigError
 from moe_lora.engine.client.messages import PauseScope
+from moe_lora.engine.ranks import rank as rank_module
 from moe_lora.engine.step.grammar_masks import Grammars
 from moe_lora.engine.text.grammars import json_grammar
 from moe_lora.models.loader import held_weights
@@ -133,6 +134,33 @@ def test_an_adapter_loaded_or_pinned_during_a_sleep_serves_after_it():
         call(llm, "wake_up", ALL)
         assert tokens(llm) == before
         assert llm.generate("abcdefgh=", "new", GREEDY)[0].token_ids == before[0]
+
+
+@pytest.mark.parametrize("verb", ["pin", "preload"])
+def test_an_adapter_that_loads_while_memory_is_freed_serves_after_it(verb, monkeypatch):
+    freeing, go_on, free = threading.Event(), threading.Event(), rank_module.give_memory_back
+
+    def free_later(memory: torch.Tensor) -> None:
+        freeing.set()
+        go_on.wait(PATIENCE_S)
+        free(memory)
+
+    with engine() as llm:
+        before = tokens(llm)
+        monkeypatch.setattr(rank_module, "give_memory_back", free_later)
+        asked = llm.client.start_call("sleep", ALL, False, "abort", 600.0)
+        assert freeing.wait(PATIENCE_S)
+        if verb == "pin":
+            call(llm, "pin_adapter", "policy", True)
+        else:
+            call(llm, "preload_adapters", ["policy"])
+        call(llm, "stats")
+        while llm.client.core.transfers.busy:
+            call(llm, "stats")
+        go_on.set()
+        asked.result(timeout=PATIENCE_S)
+        call(llm, "wake_up", ALL)
+        assert tokens(llm) == before
 
 
 def test_it_is_awake_with_its_last_part():

@@ -78,8 +78,8 @@ def make_store(
     def all_read() -> None:
         if host is not None:
             host.settle()
-        followers.tell(RankReport())
-        followers.settle(followers.timeout_s)
+        with followers.answering(RankReport(), followers.timeout_s):
+            pass
 
     options: dict[str, Any] = {}
     if config.num_ranks > 1:

@@ -16,7 +16,7 @@ from moe_lora.cache.orders import Namespace, Readiness
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
-from moe_lora.core.request import AdapterInfo, AdapterResidency
+from moe_lora.core.request import COMPOSED, AdapterInfo, AdapterResidency
 from moe_lora.lora.row_routing import content_number
 
 from .adapter_store import AdapterFailures, AdapterStore, AdapterVersion, ShardSizes
@@ -119,6 +119,8 @@ class AdapterManager:
         """Refuse new requests; the last request frees the memory."""
         adapter = self.current(name)
         del self._current[name]
+        if name.startswith(COMPOSED):  # the name is the content
+            del self._numbers[name]
         self._retire(adapter)
         self.contents.forget(name)
 
@@ -314,8 +316,9 @@ class AdapterManager:
         rests_s: list[float] = []
         for adapter in list(self.to_bring):
             failure = self.failures.by_version.get(adapter.uid)
-            if failure is not None and (failure.retry_s or 0.0) > self._clock.now_s():
-                rests_s.append((failure.retry_s or 0.0) - self._clock.now_s())
+            rest_s = 0.0 if failure is None else (failure.retry_s or 0.0) - self._clock.now_s()
+            if rest_s > 0.0:
+                rests_s.append(rest_s)
                 continue
             self.begin_round()
             if self._hold(adapter, again=True) is not Readiness.NO_ROOM:
@@ -373,11 +376,11 @@ class AdapterManager:
     def _drop(self, adapter: AdapterVersion) -> None:
         self.unpin(adapter)
         self._cache.forget(adapter.uid)
-        self.store.forget(adapter.packed)
         del self.versions[adapter.uid]
         self.failures.forget(adapter.uid)
         if self.on_drop is not None:
             self.on_drop(adapter)
+        self.store.forget(adapter.packed)
 
     def _hand_pin_over(self, previous: AdapterVersion, adapter: AdapterVersion) -> None:
         self.unpin(previous)

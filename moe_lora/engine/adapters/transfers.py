@@ -126,6 +126,8 @@ class Transfers:
     """True: no step starts during an adapter's load (emulates S-LoRA)."""
     moves_ahead = True
     """False: no page moves ahead of need."""
+    held = False
+    """True: orders wait."""
     on_change: Callable[[], None] | None = None
     """Called from another thread after a copy."""
 
@@ -254,7 +256,7 @@ class Transfers:
             self._fetcher.close()
 
     def _send(self) -> bool:
-        orders = self._cache.take_orders()
+        orders = [] if self.held else self._cache.take_orders()
         for order in orders:
             self._begin(order)
         return bool(orders)

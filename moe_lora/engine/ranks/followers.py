@@ -10,8 +10,9 @@ import logging
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing import Pipe
@@ -182,6 +183,17 @@ class Followers:
         for error in filter(None, self.answers(within_s)):
             raise error
 
+    @contextmanager
+    def answering(self, message: Any, within_s: float | None = None) -> Iterator[None]:
+        """Send to all; `settle` at the end, in any thread.  Other readers wait."""
+        with self._reading:
+            self.tell(message)
+            try:
+                yield
+            finally:
+                for error in filter(None, self._answers(within_s)):
+                    raise error
+
     def answers(
         self, within_s: float | None = None, until: Connection | None = None
     ) -> list[Exception | None]:
@@ -189,24 +201,27 @@ class Followers:
 
         Raises EngineDeadError as `settle`.
         """
+        with self._reading:
+            return self._answers(within_s, until)
+
+    def _answers(self, within_s: float | None, until: Connection | None = None) -> list[Exception | None]:
         waiting: dict[Any, int] = dict(zip(self._connections, count(1), strict=False))
         errors: dict[int, Exception | None] = {}
-        with self._reading:
-            while waiting:
-                ready = wait_for([*waiting, *([] if until is None else [until])], within_s)
-                if not ready:
-                    assert within_s is not None
-                    raise self._silent(min(waiting.values()), within_s)
-                if until in ready:
-                    break
-                for connection in ready:
-                    dist_rank = waiting[connection]
-                    message = self._receive(dist_rank)
-                    if isinstance(message, Done):
-                        errors[dist_rank] = message.error
-                        del waiting[connection]
-                    elif message is not None:
-                        self._note_end(dist_rank, message.number, message.error)
+        while waiting:
+            ready = wait_for([*waiting, *([] if until is None else [until])], within_s)
+            if not ready:
+                assert within_s is not None
+                raise self._silent(min(waiting.values()), within_s)
+            if until in ready:
+                break
+            for connection in ready:
+                dist_rank = waiting[connection]
+                message = self._receive(dist_rank)
+                if isinstance(message, Done):
+                    errors[dist_rank] = message.error
+                    del waiting[connection]
+                elif message is not None:
+                    self._note_end(dist_rank, message.number, message.error)
         return [errors[dist_rank] for dist_rank in sorted(errors)]
 
     def meet(self, join: Callable[[], T]) -> T:

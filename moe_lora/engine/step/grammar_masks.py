@@ -191,6 +191,7 @@ class Grammars:
         assert sampling.grammar is not None
         compiled = self.compile(sampling.grammar)
         if error := compiled.exception():
+            self._compiled.pop(sampling.grammar, None)
             raise ValueError(str(error)[:MAX_PROBLEM_CHARS])
         matcher = compiled.result().deep_copy()
         ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else info.eos_token_ids)}

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_DIGITS = 20
 NUM_NAMED = 4
 """Tokens named in a message."""
 OPTION = "--adapter-chat-template"
@@ -152,7 +153,7 @@ def _vocabulary_difference(folder: Path, base: Path, eos: str | None) -> str | N
 def _added_tokens(folder: Path) -> dict[str, int]:
     found = dict(read_json(folder / ADDED_TOKENS))
     given = read_json(folder / CONFIG).get("added_tokens_decoder") or {}
-    if not isinstance(given, dict) or not all(map(str.isdecimal, given)):
+    if not isinstance(given, dict) or not all(one.isdecimal() and len(one) < MAX_DIGITS for one in given):
         raise ConfigError(f"{folder / CONFIG}: added_tokens_decoder must map token ids to tokens")
     for number, entry in given.items():
         if isinstance(entry, dict) and isinstance(entry.get("content"), str):

@@ -86,7 +86,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path} must be a JSON object, not {type(found).__name__}")

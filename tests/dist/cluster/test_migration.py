@@ -17,8 +17,9 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -622,6 +623,17 @@ def test_both_ends_of_an_engine_share_one_transport(engines):
         found = [one.result() for one in [threads.submit(use) for _ in range(2)]]
     kv.close()
     assert found == made * 2
+
+
+@pytest.mark.parametrize("error", [OSError, RuntimeError])
+def test_kv_without_memory_for_a_window_is_computed(error):
+    transport = Mock(alloc=Mock(side_effect=error("no memory")))
+    layout = SimpleNamespace(page_bytes=64, block_size=4)
+    kv = KvTransfer(torch.zeros(64, dtype=torch.uint8), layout, lambda: transport)
+    request = SimpleNamespace(request_id="a")
+    kv.expect(SimpleNamespace(limit_tokens=10, tokens=[1], request=request, table=None))
+    assert kv.window("a") is None
+    kv.close()
 
 
 def test_windows_are_let_go_beside_a_thread_that_puts(engines):

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from moe_lora.adapters.host_store import HostStore
+from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.cache.orders import Readiness
 from moe_lora.cache.pages import BlockTable
-from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
-from moe_lora.engine.adapters.adapter_store import AdapterStore, AdapterVersion
+from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError, EngineDeadError
+from moe_lora.core.request import COMPOSED
+from moe_lora.engine.adapters.adapter_store import AdapterStore, AdapterVersion, Failure
 from tests.engine.parts import PAGE_BYTES, Parts, packed
 
 
@@ -329,6 +333,13 @@ def test_refused_adapter_leaves_no_file_for_other_ranks_but_one_that_is_served_s
     assert [file.name for file in tmp_path.iterdir()] == [store.path(served.content_hash).name]
 
 
+def test_a_file_that_can_not_be_removed_is_logged(tmp_path, caplog):
+    store = HostStore(tmp_path)
+    store.path("a").mkdir()
+    store.remove("a")
+    assert "stays on this host" in caplog.text
+
+
 @pytest.mark.parametrize("settings", [{"max_loras": 1}, {"num_pages": 4, "room_pages": 3}])
 def test_pinned_adapter_is_replaced_where_two_do_not_fit(settings):
     parts = Parts(**settings)
@@ -382,3 +393,41 @@ def test_preloading_takes_no_room_of_requests_nor_of_what_is_preloaded_too():
     assert c.slot is None
     parts.manager.release(running)
     assert parts.manager.preload(["c", "a", "b"]) == 3
+
+
+def test_removal_that_fails_leaves_no_trace_of_the_version():
+    parts = Parts()
+    parts.manager.add(packed("a"), None)
+    forget, dropped = parts.kept.forget, []
+    parts.manager.on_drop = dropped.append
+
+    def fail(adapter: PackedAdapter) -> None:
+        forget(adapter)
+        raise EngineDeadError("rank 1 does not answer")
+
+    parts.kept.forget = fail
+    with pytest.raises(EngineDeadError):
+        parts.manager.remove("a")
+    assert (parts.manager.known(), parts.manager.versions, len(dropped)) == ([], {}, 1)
+    parts.manager.clear_history(lambda name: True)
+
+
+def test_unloaded_sums_leave_no_number():
+    parts = Parts()
+    for number in range(100):
+        parts.manager.add(packed(f"{COMPOSED}{number}"), None)
+        parts.manager.remove(f"{COMPOSED}{number}")
+    assert not parts.manager._numbers
+    parts.manager.add(packed("a"), None)
+    parts.manager.remove("a")
+    assert parts.manager.add(packed("a"), None).version == 2
+
+
+def test_the_wait_for_a_failed_load_is_never_negative():
+    parts = Parts()
+    adapter = parts.manager.add(packed("a"), None)
+    parts.manager.failures.by_version[adapter.uid] = Failure("broken", retry_s=10.0)
+    parts.manager.to_bring.append(adapter)
+    times_s = iter([9.0, 11.0])
+    parts.manager._clock = SimpleNamespace(now_s=lambda: next(times_s))
+    assert parts.manager.bring_pinned() == 1.0

@@ -9,18 +9,25 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from moe_lora.config import EngineConfig
-from moe_lora.core.errors import EngineDeadError
+from moe_lora.core.errors import ConfigError, EngineDeadError
+from moe_lora.core.host import OwnFolder
+from moe_lora.engine.adapters.make_store import make_store
 from moe_lora.engine.ranks import followers as module
-from moe_lora.engine.ranks.followers import Done, Followers, start_followers
+from moe_lora.engine.ranks.followers import Done, Followers, OrderEnded, start_followers
+from moe_lora.engine.sleep import Sleep
 from tests.dist.cluster_jobs import alive, until
+from tests.engine.parts import packed
 from tests.patience import PATIENCE_S
 from tests.stopped_processes import stop
 
@@ -32,6 +39,17 @@ class Started:
     followers: Followers
     pids: list[int]
     directory: Path
+
+
+@dataclass
+class Waking:
+    """done: of the verb's thread.  gate: lets rank 0 go on."""
+
+    followers: Followers
+    far: Connection
+    done: Future[None]
+    gate: threading.Event
+    steps: Iterator[object]
 
 
 class SlowedChild:
@@ -194,3 +212,50 @@ def test_an_error_of_rank_0_goes_before_the_errors_that_it_causes(monkeypatch):
         followers.meet(join)
     assert slow.num_closes == 1
     followers.close()
+
+
+@pytest.fixture
+def waking() -> Iterator[Waking]:
+    """A wake-up whose rank 0 still reads weights."""
+    (near, far), gate = Pipe(), threading.Event()
+    followers = Followers([near], OwnFolder())
+    rank = SimpleNamespace(read_weights=lambda: gate.wait(PATIENCE_S))
+    transfers = SimpleNamespace(followers=followers, held=False)
+    sleep = Sleep(SimpleNamespace(rank=rank, transfers=transfers), None, None)
+    sleep._has_weights = False
+    steps = sleep.stop(["weights"])
+    yield Waking(followers, far, next(steps), gate, steps)
+    gate.set()
+    far.close()
+    followers.close()
+
+
+def test_an_answer_to_a_wake_up_is_no_end_of_a_copy(waking):
+    waking.far.recv_bytes()
+    waking.far.send(Done())
+    assert waking.followers.ended_everywhere([(7, None)]) == []
+    waking.gate.set()
+    waking.done.result(PATIENCE_S)
+    waking.far.send(OrderEnded(7))
+    assert waking.followers.ended_everywhere([]) == [(7, None)]
+
+
+def test_an_unload_reads_no_answer_to_a_wake_up(waking):
+    followers, far = waking.followers, waking.far
+    config = EngineConfig(model_dir="", tensor_parallel=2)
+    no_store = SimpleNamespace(store=None)
+    store = make_store(
+        config, SimpleNamespace(lora_server=None), None, followers, no_store, None, ExitStack()
+    )
+    adapter = store.keep(packed("a"))
+    with ThreadPoolExecutor(1) as thread:
+        unload = thread.submit(store.forget, adapter)
+        until(followers._reading.locked, lambda: "no thread reads answers")
+        far.recv_bytes()
+        far.send(Done(ConfigError("the checkpoint is gone")))
+        waking.gate.set()
+        far.recv_bytes()
+        far.send(Done())
+        with pytest.raises(ConfigError, match="is gone"):
+            waking.done.result(PATIENCE_S)
+        unload.result(PATIENCE_S)

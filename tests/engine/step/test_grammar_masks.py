@@ -13,9 +13,11 @@ from typing import Any
 
 import jsonschema
 import pytest
+from llguidance import LLMatcher
 
 from moe_lora import LLM, GenerationError, SamplingParams
 from moe_lora.core.request import GenerateRequest
+from moe_lora.engine.step.grammar_masks import Grammars
 from moe_lora.engine.text.grammars import choice_grammar, json_grammar, regex_grammar, text_grammar
 from tests.patience import PATIENCE_S
 
@@ -150,3 +152,21 @@ def test_a_grammar_that_does_not_compile_is_refused(llm):
     request = GenerateRequest(request_id="bad", prompt_token_ids=(5,), sampling=hot("start: nothing"))
     with pytest.raises(ValueError, match="can't be compiled"):
         llm.client.core.sampler.grammars.sequence(request, None, 0.0, 50, None)
+
+
+def test_a_passing_error_of_a_compilation_is_not_kept(llm, monkeypatch):
+    compile_now, tries = Grammars._compile, []
+
+    def fail_once(self: Grammars, grammar: str) -> LLMatcher:
+        tries.append(grammar)
+        if len(tries) == 1:
+            raise OSError(24, "Too many open files")
+        return compile_now(self, grammar)
+
+    monkeypatch.setattr(Grammars, "_compile", fail_once)
+    sampling = hot(choice_grammar(["once", "twice"]))
+    with pytest.raises(ValueError, match="Too many open files"):
+        llm.generate("hello", None, sampling)
+    assert llm.generate("hello", None, sampling)[0].text in ("once", "twice")
+    llm.generate("hello", None, sampling)
+    assert len(tries) == 2

@@ -86,6 +86,7 @@ def test_a_pointer_in_the_place_of_a_file_is_named_and_is_no_template(tmp_path, 
         ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "a"}}}),
         ("tokenizer_config.json", {"added_tokens_decoder": "x"}),
         ("tokenizer_config.json", {"chat_template": [{"name": 5, "template": "x"}]}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"1" * 5000: {"content": "a"}}}),
         ("added_tokens.json", {"<a>": "b", "<c>": 3}),
         ("added_tokens.json", []),
     ],
@@ -94,6 +95,12 @@ def test_a_file_of_another_form_is_named(tmp_path, base, file, content):
     folder = adapter(tmp_path, base)
     (folder / file).write_text(json.dumps(content))
     assert f"its text files can't be read: {folder / file}" in text_remark(folder, base, used=True)
+
+
+def test_a_file_of_deep_lists_is_named(tmp_path, base):
+    folder = adapter(tmp_path, base)
+    (folder / "tokenizer_config.json").write_text("[" * 200_000)
+    assert "tokenizer_config.json is not JSON" in text_remark(folder, base, used=True)
 
 
 def test_more_tokens_are_named_and_nothing_of_the_folder_is_used(tmp_path, base):
