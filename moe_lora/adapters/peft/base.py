@@ -16,13 +16,14 @@ from typing import Any, BinaryIO, TypeAlias
 from moe_lora.core.errors import MAX_REASON_CHARS, AdapterError, StorageError, cut, shown
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.wrong_files import (
+    SINGLE_NAME,
     TensorEntry,
     confined,
     header_entries,
+    indexed,
     open_file,
     pointer_problem,
     read_config,
-    read_json_file,
 )
 from moe_lora.families import family_of, model_spec, shape_of
 from moe_lora.families.schema.family import Place
@@ -226,11 +227,8 @@ def _header(path: Path) -> dict[str, TensorEntry]:
 
 def _files_by_name(model_dir: Path) -> dict[str, Path]:
     """Tensor name -> file of the checkpoint."""
-    index = model_dir / "model.safetensors.index.json"
-    if index.exists():
-        return {name: model_dir / file for name, file in read_json_file(index)["weight_map"].items()}
-    path = model_dir / "model.safetensors"
-    return dict.fromkeys(_header(path), path)
+    path = model_dir / SINGLE_NAME
+    return indexed(model_dir) or dict.fromkeys(_header(path), path)
 
 
 def resized(key: str, tensor: Shaped, shape: ModelShape, where: str) -> AdapterError:
