@@ -30,7 +30,7 @@ from moe_lora.families.schema.family import Place
 
 from .config import AdapterConfig
 from .files import MAX_CONFIG_BYTES
-from .places import FLOATS, Shaped
+from .places import FLOATS, Shaped, no_floats
 
 _SAME_BASE = (
     *("family", "num_layers", "hidden_size", "intermediate_size", "num_experts"),
@@ -114,6 +114,8 @@ def base_copies(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) ->
                 f"{where}: {key}: expected shape {[shape.vocab_size, shape.hidden_size]}, found "
                 f"{list(tensors[key].shape)}; serve the adapter with the base it was trained for"
             )
+        if str(tensors[key].dtype) not in FLOATS:
+            raise no_floats(key, tensors[key], where)
         [leaf] = {"embed_tokens", "wte", "lm_head"} & set(key.split("."))
         if leaf not in adapted:
             raise AdapterError(
