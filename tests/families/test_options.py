@@ -426,6 +426,25 @@ def test_a_config_without_a_key_is_read_as_transformers_reads_it(family):
             continue  # one of the two needs the key
 
 
+@pytest.mark.parametrize("family", [one for one in ALL_FAMILIES if one not in (*LATENT_FAMILIES, "gemma4")])
+def test_heads_of_a_config_without_their_keys_are_those_of_transformers(family):
+    """Heads that each family's own number of KV heads divides."""
+    name, hidden = ("n_heads", "d_model") if family == "dbrx" else ("num_attention_heads", "hidden_size")
+    config = tiny_config(family, **{name: 64, hidden: 64 * 16})
+    whole = config.to_dict()
+    for key in ("attn_config",) if family == "dbrx" else ("head_dim", "num_key_value_heads"):
+        part = {name: value for name, value in whole.items() if name != key}
+        assert model_spec(part) == model_spec(type(config).from_dict(dict(part)).to_dict()), key
+
+
+@pytest.mark.parametrize("key", ["head_dim", "num_key_value_heads"])
+def test_gemma_4_needs_the_sizes_of_its_heads(key):
+    config = config_of("gemma4")
+    del config[key]
+    with pytest.raises(ConfigError, match=f"no {key}"):
+        model_spec(config)
+
+
 def test_unknown_model_type_names_the_supported_ones():
     with pytest.raises(ConfigError, match=r"'gpt2'.*llama, mixtral, qwen3_moe, gpt_oss, dbrx, qwen3, "):
         model_spec({"model_type": "gpt2"})
