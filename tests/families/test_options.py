@@ -14,6 +14,8 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.families import cut_to, model_spec, shape_of
+from moe_lora.families.schema.config_json import ConfigJson
+from moe_lora.families.schema.family import stepped_experts
 from moe_lora.models.causal_lm import CausalLM
 from tests.families import ALL_FAMILIES, LATENT_FAMILIES, MULTIPLIERS, make_checkpoint, tiny_config
 from tests.models.harness import Harness
@@ -443,6 +445,25 @@ def test_gemma_4_needs_the_sizes_of_its_heads(key):
     del config[key]
     with pytest.raises(ConfigError, match=f"no {key}"):
         model_spec(config)
+
+
+class Counted(int):
+    """A number that counts its comparisons."""
+
+    compared = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other):
+        Counted.compared += 1
+        return int(self) == int(other)
+
+
+def test_many_dense_layers_are_looked_up_and_not_searched(monkeypatch):
+    monkeypatch.setattr(ConfigJson, "numbers", lambda config, key: tuple(map(Counted, range(1000))))
+    config = ConfigJson({"intermediate_size": 8})
+    found = stepped_experts(config, 1000, 8)
+    assert found["dense_layers"] == tuple(range(1000))
+    assert Counted.compared < 10_000
 
 
 def test_unknown_model_type_names_the_supported_ones():

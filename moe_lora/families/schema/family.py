@@ -258,7 +258,7 @@ def shared_and_dense(config: ConfigJson, num_shared: int, layers: Iterable[int])
 
 def stepped_experts(config: ConfigJson, num_layers: int, shared_size: int) -> Mapping[str, Any]:
     """Fields of `ModelShape`: a shared expert behind a gate, dense layers by number or step."""
-    step, named = config.size("decoder_sparse_step", default=1), config.numbers("mlp_only_layers")
+    step, named = config.size("decoder_sparse_step", default=1), set(config.numbers("mlp_only_layers"))
     dense = (layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
     return {
         "shared_size": config.size("shared_expert_intermediate_size", default=shared_size),
