@@ -34,8 +34,13 @@ def packed(values: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
-def integers(weight: torch.Tensor, bits: int, group: int, asymmetric: bool) -> tuple[Tensors, torch.Tensor]:
-    """compressed-tensors' tensors of a weight, by the end of their names, and the weights they stand for."""
+def integers(
+    weight: torch.Tensor, bits: int, group: int, asymmetric: bool, older: bool = False
+) -> tuple[Tensors, torch.Tensor]:
+    """compressed-tensors' tensors of a weight, by the end of their names, and the weights they stand for.
+
+    older: its files before 17 April 2025, whose zero points are not packed.
+    """
     grouped, high = weight.unflatten(-1, (-1, group)), (1 << bits - 1) - 1
     zero = torch.zeros_like(grouped[..., 0])
     scale = grouped.abs().amax(-1) / high
@@ -49,7 +54,9 @@ def integers(weight: torch.Tensor, bits: int, group: int, asymmetric: bool) -> t
         "_scale": scale,
         "_shape": torch.tensor(weight.shape),
     }
-    if asymmetric:
+    if older:
+        tensors["_zero_point"] = zero.to(torch.int8)
+    elif asymmetric:
         rows = torch.nn.functional.pad(zero, (0, 0, 0, -len(zero) % (32 // bits)))
         tensors["_zero_point"] = packed(rows.T.contiguous(), bits).T.contiguous()
     return tensors, ((q - zero[..., None]) * scale[..., None]).flatten(-2)

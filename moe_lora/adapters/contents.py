@@ -184,12 +184,14 @@ class AdapterContents:
 
         parts, store = parts_in(path), self.store
         new = [one.content_hash for one in parts if store is not None and one.content_hash not in store]
-        terms = [(self.read(one.name, one.path, one.content_hash), one.weight) for one in parts]
-        packed = compose(name, terms, self.shape)
+        try:
+            terms = [(self.read(one.name, one.path, one.content_hash), one.weight) for one in parts]
+            packed = compose(name, terms, self.shape)
+        finally:
+            with self._lock:
+                self._remove(new)
         if self.max_lora_rank is not None and packed.max_lora_rank > self.max_lora_rank:
             raise AdapterError(f"the weighted sum: {rank_problem(packed.max_lora_rank, self.max_lora_rank)}")
-        with self._lock:
-            self._remove(new)
         return packed
 
     def _check_place(self, packed: PackedAdapter) -> None:

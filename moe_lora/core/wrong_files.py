@@ -22,6 +22,8 @@ from moe_lora.core.errors import ConfigError
 
 from .errors import MAX_REASON_CHARS, AdapterError, cut, shown
 
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
 HEAD_BYTES = 512
 MAX_LISTED = 10
 _SHOWN_TEXT_CHARS = 60
@@ -224,6 +226,17 @@ def read_json_file(path: Path) -> Any:
         if problem := pointer_problem(path, content):
             raise ConfigError(problem) from error
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
+
+
+def indexed(model_dir: Path) -> dict[str, Path] | None:
+    """Tensor name -> file, by the index; None without, or beside a single file.  Raises ConfigError."""
+    path = model_dir / INDEX_NAME
+    if (model_dir / SINGLE_NAME).exists() or not path.exists():
+        return None
+    try:
+        return {key: model_dir / str(name) for key, name in read_json_file(path)["weight_map"].items()}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not an index with a weight_map: {error!r}") from error
 
 
 def _instead(model_dir: Path) -> str:

@@ -42,6 +42,7 @@ FAMILY = Family(
         "vocab_size": ("vocab_size",),
         "max_position": ("max_seq_len", "max_position_embeddings"),
     },
+    unstated={"num_kv_heads": 1},
     fused_qkv=True,
     supported={
         "attention_bias": (False,),

@@ -34,6 +34,7 @@ FAMILY = Family(
     title="GLM-4.5 to 4.7",
     tool_format="glm4",
     sizes={**SIZES, **ROUTED_SIZES},
+    unstated={"num_kv_heads": 8},
     layers=_layers,
     beside_experts=_beside,
     rotary_factor=0.5,

@@ -56,6 +56,7 @@ FAMILY = Family(
     title="GPT-OSS",
     tool_format="harmony",
     sizes={**SIZES, **EXPERT_SIZES},
+    unstated={"num_kv_heads": 8, "head_dim": 64},
     supported={"swiglu_alpha": (1.702,)},
     layers=_layers,
     windows=_windows,

@@ -14,4 +14,11 @@ def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
     return one_window(config, num_layers) if config.states("sliding_window") else (4096,) * num_layers
 
 
-FAMILY = Family(title="Mistral", tool_format="mistral", windows=_windows, mlp=(DENSE_MLP,), adapted=DENSE_MLP)
+FAMILY = Family(
+    title="Mistral",
+    tool_format="mistral",
+    unstated={"num_kv_heads": 8},
+    windows=_windows,
+    mlp=(DENSE_MLP,),
+    adapted=DENSE_MLP,
+)

@@ -15,6 +15,7 @@ FAMILY = Family(
     title="Mixtral",
     tool_format="mistral",
     sizes={**SIZES, **EXPERT_SIZES},
+    unstated={"num_kv_heads": 8},
     supported={"attention_bias": (False,)},
     windows=one_window,
     theta=1e6,

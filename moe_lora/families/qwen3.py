@@ -17,6 +17,7 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
 FAMILY = Family(
     title="Qwen3",
     tool_format="hermes",
+    unstated={"num_kv_heads": 32, "head_dim": 128},
     layers=_layers,
     windows=late_windows,
     tensors={**TENSORS, **QK_NORMS},

@@ -43,6 +43,7 @@ FAMILY = Family(
     title="Qwen3.5-MoE",
     tool_format="qwen3_coder",
     sizes={**SIZES, **EXPERT_SIZES, "intermediate_size": ("moe_intermediate_size",)},
+    unstated={"num_kv_heads": 2, "head_dim": 256},
     supported={"norm_topk_prob": (True,), "attn_output_gate": (True,), "mlp_only_layers": ([],)},
     layers=_layers,
     beside_experts=_beside,

@@ -42,6 +42,7 @@ FAMILY = Family(
     title="Qwen3-Next",
     tool_format="hermes",
     sizes={**SIZES, **EXPERT_SIZES, "intermediate_size": ("moe_intermediate_size",)},
+    unstated={"num_kv_heads": 2, "head_dim": 256},
     layers=_layers,
     beside_experts=_beside,
     rotary_factor=0.25,

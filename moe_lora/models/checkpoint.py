@@ -17,21 +17,21 @@ from safetensors import SafetensorError, safe_open
 
 from moe_lora.core.errors import AdapterError, ConfigError
 from moe_lora.core.wrong_files import (
+    INDEX_NAME,
+    SINGLE_NAME,
     file_content,
     header_entries,
+    indexed,
     listed,
     missing_shards,
     open_file,
     other_content,
     pickle_problem,
-    read_json_file,
 )
 
 from .stored_weight import StoredWeight, scheme_of
 from .weights import Piece
 
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 _NUM_READERS = 4
 """Threads that wait for files."""
 _GAP_BYTES = 1 << 20
@@ -50,9 +50,9 @@ class Checkpoint:
         self._mappings: dict[Path, MappedFile] = {}
         self._readers = ThreadPoolExecutor(_NUM_READERS, "checkpoint")
         self._reads: list[Future[None]] = []
-        index = model_dir / INDEX_NAME
-        if index.exists():
-            self.file_of = {key: model_dir / name for key, name in _read_index(index).items()}
+        found = indexed(model_dir)
+        if found is not None:
+            self.file_of = found
             absent = sorted({path.name for path in self.file_of.values() if not path.exists()})
             if absent:
                 raise ConfigError(
@@ -162,14 +162,6 @@ class Checkpoint:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.file_of)
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        names: dict[str, str] = read_json_file(path)["weight_map"]
-        return {key: str(name) for key, name in names.items()}
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is not an index with a weight_map: {error!r}") from error
 
 
 class MappedFile:

@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.progress import Show
-from moe_lora.core.wrong_files import read_config
-from moe_lora.families import family_named, model_spec
+from moe_lora.core.wrong_files import INDEX_NAME, read_config
+from moe_lora.families import family_named, family_of, model_spec
 from moe_lora.families.schema.family import ModelSpec
 from moe_lora.kernels import quantised
 from moe_lora.kernels.quantised import Format
 
 from .causal_lm import CausalLM
-from .checkpoint import INDEX_NAME, Checkpoint
+from .checkpoint import Checkpoint
 from .linear import Fp32Linear, Fp32Vector
 from .loader import linear_layers
 from .quantised_weight import Quantisation, rows_at_once
@@ -250,10 +250,17 @@ def _changes(
         "config_groups": {"group_0": {"targets": ["Linear"], "format": kind, "weights": weights}},
         "ignore": kept,
     }
-    changes: dict[str, Any] = {"quantization_config": section}
+    changes: dict[str, Any] = {"quantization_config": section, **_restated(config, quantisation, dtype)}
+    text = config.get("text_config")
+    if family_of(config).wrapper and isinstance(text, Mapping):
+        changes["text_config"] = {**text, **_restated(text, quantisation, dtype)}
+    return changes
+
+
+def _restated(config: Mapping[str, Any], quantisation: Quantisation, dtype: torch.dtype) -> dict[str, Any]:
     names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]
-    changes |= dict.fromkeys(names, str(dtype).removeprefix("torch."))
-    return changes | ({"tie_word_embeddings": False} if quantisation.head else {})
+    stated: dict[str, Any] = dict.fromkeys(names, str(dtype).removeprefix("torch."))
+    return stated | ({"tie_word_embeddings": False} if quantisation.head else {})
 
 
 def _packed_fields(values: torch.Tensor, bits: int) -> torch.Tensor:

@@ -173,9 +173,10 @@ def _compressed_tensors(section: Mapping[str, Any]) -> Scheme:
 
     float-quantized: X.weight, weight_scale.
     """
+    groups = section.get("config_groups") or {}
     kinds = {
         _compressed_group(group.get("format") or section.get("format"), group, name)
-        for name, group in (section.get("config_groups") or {}).items()
+        for name, group in groups.items()
     }
     if len(kinds) != 1:
         raise _refusal(f"quant_method='compressed-tensors' and {len(kinds)} kinds of weights")
@@ -188,9 +189,11 @@ def _compressed_tensors(section: Mapping[str, Any]) -> Scheme:
 
         return Scheme("compressed-tensors", lambda name, tensors: f"{name}_scale" in tensors, read_floats)
 
+    asymmetric = all(group["weights"].get("symmetric") is False for group in groups.values())
+
     def read(name: str, tensors: Container[str]) -> Reader:
         keys = [f"{name}_packed", f"{name}_scale", f"{name}_shape"]
-        if f"{name}_zero_point" in tensors:
+        if asymmetric or f"{name}_zero_point" in tensors:
             keys.append(f"{name}_zero_point")
         return tuple(keys), functools.partial(_unpacked, bits, group_size)
 
@@ -254,16 +257,22 @@ def _unpacked(
     shape: torch.Tensor,
     zero: torch.Tensor | None = None,
 ) -> StoredWeight:
-    """packed: int32 [N, K * bits / 32], first value lowest, each + 2**(bits - 1).  zero: the same along N."""
+    """packed: int32 [N, K * bits / 32], first value lowest, each + 2**(bits - 1).
+
+    zero: packed along N, or int8 [N, G] (until April 2025).
+    """
     num_out, width = (int(n) for n in shape)
     if packed.dtype != torch.int32 or tuple(packed.shape) != (num_out, -(-width * bits // 32)):
         raise ValueError(
             f"it is {packed.dtype} {list(packed.shape)}, not int32 for {bits} bits of {num_out, width}"
         )
     form = _integers(bits, group_size, width)
-    zeros = None if zero is None else _fields(zero.T, bits).T[:num_out].contiguous()
+    if zero is not None and zero.dtype != torch.int8:
+        if zero.dtype != torch.int32 or zero.dim() != 2 or zero.shape[0] != -(-num_out * bits // 32):
+            raise ValueError(f"its zero points are {zero.dtype} {list(zero.shape)} for {num_out} outputs")
+        zero = _fields(zero.T, bits).T[:num_out].contiguous()
     return StoredWeight(
-        form, (num_out, width), lambda rows: _fields(packed[rows], bits)[:, :width], scale, zeros
+        form, (num_out, width), lambda rows: _fields(packed[rows], bits)[:, :width], scale, zero
     )
 
 

@@ -107,3 +107,15 @@ def test_a_sum_leaves_the_store_of_contents_as_it_was(tmp_path):
     ]
     made = contents.read(name_of(parts), path_of(parts))
     assert [one.content_hash in store for one in (upper, rot13, made)] == [True, False, True]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_refused_sum_leaves_none_of_its_parts_in_the_store(tmp_path):
+    store, upper = HostStore(tmp_path), read("upper")
+    contents = AdapterContents(SHAPE, torch.float32, store, max_lora_rank=upper.max_lora_rank)
+    part = Part("upper", str(DEMO / "adapters/upper"), upper.content_hash, 0.5)
+    gone = Part("gone", str(tmp_path / "gone"), "0" * 64, 0.5)
+    for parts in ([part, part], [part, gone], [replace(part, weight=1e39)]):
+        with pytest.raises(AdapterError):
+            contents.read(name_of(parts), path_of(parts))
+        assert upper.content_hash not in store

@@ -14,6 +14,8 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.families import cut_to, model_spec, shape_of
+from moe_lora.families.schema.config_json import ConfigJson
+from moe_lora.families.schema.family import stepped_experts
 from moe_lora.models.causal_lm import CausalLM
 from tests.families import ALL_FAMILIES, LATENT_FAMILIES, MULTIPLIERS, make_checkpoint, tiny_config
 from tests.models.harness import Harness
@@ -424,6 +426,44 @@ def test_a_config_without_a_key_is_read_as_transformers_reads_it(family):
             assert model_spec(part) == expected, key
         except (ConfigError, ValueError, TypeError, StrictDataclassError):
             continue  # one of the two needs the key
+
+
+@pytest.mark.parametrize("family", [one for one in ALL_FAMILIES if one not in (*LATENT_FAMILIES, "gemma4")])
+def test_heads_of_a_config_without_their_keys_are_those_of_transformers(family):
+    """Heads that each family's own number of KV heads divides."""
+    name, hidden = ("n_heads", "d_model") if family == "dbrx" else ("num_attention_heads", "hidden_size")
+    config = tiny_config(family, **{name: 64, hidden: 64 * 16})
+    whole = config.to_dict()
+    for key in ("attn_config",) if family == "dbrx" else ("head_dim", "num_key_value_heads"):
+        part = {name: value for name, value in whole.items() if name != key}
+        assert model_spec(part) == model_spec(type(config).from_dict(dict(part)).to_dict()), key
+
+
+@pytest.mark.parametrize("key", ["head_dim", "num_key_value_heads"])
+def test_gemma_4_needs_the_sizes_of_its_heads(key):
+    config = config_of("gemma4")
+    del config[key]
+    with pytest.raises(ConfigError, match=f"no {key}"):
+        model_spec(config)
+
+
+class Counted(int):
+    """A number that counts its comparisons."""
+
+    compared = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other):
+        Counted.compared += 1
+        return int(self) == int(other)
+
+
+def test_many_dense_layers_are_looked_up_and_not_searched(monkeypatch):
+    monkeypatch.setattr(ConfigJson, "numbers", lambda config, key: tuple(map(Counted, range(1000))))
+    config = ConfigJson({"intermediate_size": 8})
+    found = stepped_experts(config, 1000, 8)
+    assert found["dense_layers"] == tuple(range(1000))
+    assert Counted.compared < 10_000
 
 
 def test_unknown_model_type_names_the_supported_ones():

@@ -73,6 +73,15 @@ def test_both_spellings_of_the_full_layers_sizes_are_read_alike():
     assert model_spec({**new, "per_layer_config": named}) == model_spec(new)
 
 
+def test_numbers_of_layers_are_read_with_leading_zeros():
+    """As transformers writes models of more than ten layers."""
+    config = config_of(num_hidden_layers=12, layer_types=([SLIDING] * 5 + [FULL]) * 2)
+    spec = model_spec(config | {"per_layer_config": {"05": SIZES, "11": SIZES}})
+    sizes = spec.shape.global_heads
+    assert (sizes.layers, sizes.head_dim, sizes.num_kv_heads) == ((5, 11), 20, 3)
+    assert model_spec(config | {"per_layer_config": {5: SIZES, "11": SIZES}}) == spec
+
+
 def test_a_config_without_optional_keys_has_the_defaults_of_transformers():
     config = config_of(num_hidden_layers=8)
     for key in (
@@ -118,6 +127,7 @@ def test_the_first_layers_keep_their_heads():
         ({"per_layer_config": {"0": SIZES, "1": SIZES, "2": SIZES}}, "for all full layers alone"),
         ({"per_layer_config": {"0": {**SIZES, "x": 1}, "2": {**SIZES, "x": 1}}}, "per_layer_config with x"),
         ({"per_layer_config": {"0": 3}}, "must have an object for each layer"),
+        ({"per_layer_config": {"0": SIZES, "x": SIZES}}, "must have numbers of layers as keys"),
         ({"per_layer_config": {"0": {"head_dim": 19}, "2": {"head_dim": 19}}}, "head_dim=19 must be even"),
         ({"per_layer_config": {"0": {"head_dim": "x"}, "2": {"head_dim": "x"}}}, "head_dim='x'"),
         (

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import sys
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from moe_lora.adapters.peft.base import base_tensor
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.wrong_files import INDEX_NAME, SINGLE_NAME
 from moe_lora.models import loader
-from moe_lora.models.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from moe_lora.models.checkpoint import Checkpoint
 from moe_lora.models.loader import load_model
 from tests.families import ALL_FAMILIES, FAMILIES, FURTHER_MOE, LATER_MOE, make_checkpoint
 from tests.families import load_model as load_transformers
@@ -206,13 +209,31 @@ def test_directory_without_weights_is_an_error(llama):
         ("{", "not valid JSON"),
         ('{"metadata": {}}', "not an index"),
         ('{"weight_map": {"model.norm.weight": "gone.safetensors"}}', "does not exist"),
-        (f'{{"weight_map": {{"model.other": "{SINGLE_NAME}"}}}}', "does not hold"),
+        ('{"weight_map": {"model.other": "model-00001-of-00001.safetensors"}}', "does not hold"),
     ],
 )
 def test_index_that_lies_is_an_error(llama, index, message):
+    (llama / SINGLE_NAME).rename(llama / "model-00001-of-00001.safetensors")
     (llama / INDEX_NAME).write_text(index)
     with pytest.raises(ConfigError, match=message):
         read_all(llama)
+
+
+@pytest.mark.parametrize("shards", ["kept", "removed"])
+def test_one_file_goes_before_the_index_of_an_earlier_save(shards, llama, tmp_path):
+    """As transformers reads a folder."""
+    folder = tmp_path / "twice"
+    load_transformers(make_checkpoint("llama", tmp_path / "former", seed=1)).save_pretrained(
+        folder, max_shard_size="20KB"
+    )
+    if shards == "removed":
+        for path in folder.glob("*.safetensors"):
+            path.unlink()
+    shutil.copy(llama / SINGLE_NAME, folder)
+    assert (folder / INDEX_NAME).exists()
+    assert_same_parameters(load(folder), load(llama))
+    [path, _] = base_tensor("embedding", folder, "", "")
+    assert path == folder / SINGLE_NAME
 
 
 def test_tensors_are_mapped_not_read(llama):

@@ -67,6 +67,19 @@ def test_fp8_in_blocks_and_a_tied_head(tmp_path):
         assert torch.equal(tensor.view(torch.uint8), kept[name].view(torch.uint8)), name
 
 
+def test_a_tied_head_of_a_multimodal_checkpoint(tmp_path):
+    model_dir = make_checkpoint("gemma4", tmp_path / "base")
+    config = json.loads((model_dir / "config.json").read_text())
+    assert config["tie_word_embeddings"]
+    (model_dir / "config.json").write_text(json.dumps({"model_type": "gemma4", "text_config": config}))
+    quantise_checkpoint(model_dir, tmp_path / "out", INT8_HEAD, torch.bfloat16, silent)
+    text = json.loads((tmp_path / "out/config.json").read_text())["text_config"]
+    assert (text["tie_word_embeddings"], text["dtype"]) == (False, "bfloat16")
+    found = load_model(tmp_path / "out", torch.bfloat16, CPU)
+    assert isinstance(found.head, QuantisedWeight)
+    assert_same_model(found, load_model(model_dir, torch.bfloat16, CPU, quantisation=INT8_HEAD))
+
+
 def test_experts_of_one_tensor_become_layers_in_several_files(base, tmp_path, monkeypatch):  # noqa: F811
     model_dir = shutil.copytree(base("mixtral")[0], tmp_path / "fused")
     save_file(fused(load_file(model_dir / SINGLE_NAME)), model_dir / SINGLE_NAME)

@@ -18,7 +18,18 @@ from moe_lora.models.quantised_weight import QuantisedWeight, quantisation_of
 from tests.families import FAMILIES, make_checkpoint, shard_of
 from tests.grids import diagonal
 from tests.oracle import greedy_reference, reference_logits
-from tests.stored_checkpoints import BLOCK, KINDS, SCHEMES, TORCHAO, fused, set_quantisation, stored_pair
+from tests.stored_checkpoints import (
+    BLOCK,
+    GROUP,
+    KINDS,
+    SCHEMES,
+    TORCHAO,
+    compressed,
+    fused,
+    integers,
+    set_quantisation,
+    stored_pair,
+)
 
 from .harness import Harness
 from .test_oracle import MAX_LOGIT_DIFFERENCE, make_prompts
@@ -120,6 +131,27 @@ def test_compressed_floats_are_read(strategy, base, tmp_path):  # noqa: F811
             ConfigError, match=r"down_proj\.weight in .* its scales are \[2\] where one belongs to"
         ):
             load_model(stored, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_of_older_files_are_whole_bytes(bits, base, tmp_path, monkeypatch):  # noqa: F811
+    scheme = compressed(bits, GROUP, True), lambda w: integers(w, bits, GROUP, True, older=True)
+    monkeypatch.setitem(SCHEMES, "older", scheme)
+    stored, plain = stored_pair(base("llama")[0], "older", tmp_path)
+    expected = dict(load_model(plain, torch.float32, CPU).named_parameters())
+    weights = held(load_model(stored, torch.float32, CPU))
+    assert len(weights) == 8
+    for name, weight in weights.items():
+        assert torch.equal(weight.dequantised(), expected[name]), name
+
+
+def test_asymmetric_weight_without_zero_points_is_refused(base, tmp_path):  # noqa: F811
+    stored, _ = stored_pair(base("llama")[0], "w4a16-asymmetric", tmp_path)
+    tensors, key = load_file(stored / SINGLE_NAME), "model.layers.1.mlp.down_proj.weight_zero_point"
+    del tensors[key]
+    save_file(tensors, stored / SINGLE_NAME)
+    with pytest.raises(ConfigError, match=f"no tensor '{key}'"):
+        load_model(stored, torch.float32, CPU)
 
 
 def test_each_tensor_is_opened_once(base, tmp_path, monkeypatch):  # noqa: F811
@@ -227,6 +259,8 @@ DAMAGED = {
     "shape of blocks": ("fp8", "_scale_inv", lambda t: t[:1].contiguous(), "its scales are"),
     "infinite": ("fp8", "_scale_inv", lambda t: t.fill_(float("inf")), "a scale is negative or not finite"),
     "values": ("w4a16", "_packed", lambda t: t[:, :1].contiguous(), "not int32 for 4 bits"),
+    "zero points": ("w4a16-asymmetric", "_zero_point", lambda t: t.repeat(2, 1), "its zero points are"),
+    "wide zero points": ("w4a16-asymmetric", "_zero_point", lambda t: t.long(), "its zero points are"),
     "group": (
         "w4a16",
         "_shape",

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_lora.adapters.registry.base_model import base_model_hash, model_shape
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.wrong_files import read_config
-from moe_lora.models.checkpoint import INDEX_NAME, SINGLE_NAME
+from moe_lora.core.wrong_files import INDEX_NAME, SINGLE_NAME, read_config
 from moe_lora.models.loader import load_model
 from tests.core.test_wrong_files import KINDS, POINTER
 from tests.families import make_checkpoint
@@ -65,6 +64,7 @@ def test_weights_that_are_no_safetensors_are_named_for_what_they_are(kind, base)
 @pytest.mark.parametrize("name", ["config.json", INDEX_NAME])
 def test_json_files_that_hold_something_else_are_named(kind, name, base):
     content, said = KINDS[kind]
+    (base / SINGLE_NAME).unlink()
     (base / name).write_bytes(content)
     message = refusal(base)
     assert said in message

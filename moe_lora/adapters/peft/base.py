@@ -16,20 +16,21 @@ from typing import Any, BinaryIO, TypeAlias
 from moe_lora.core.errors import MAX_REASON_CHARS, AdapterError, StorageError, cut, shown
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.wrong_files import (
+    SINGLE_NAME,
     TensorEntry,
     confined,
     header_entries,
+    indexed,
     open_file,
     pointer_problem,
     read_config,
-    read_json_file,
 )
 from moe_lora.families import family_of, model_spec, shape_of
 from moe_lora.families.schema.family import Place
 
 from .config import AdapterConfig
 from .files import MAX_CONFIG_BYTES
-from .places import FLOATS, Shaped
+from .places import FLOATS, Shaped, no_floats
 
 _SAME_BASE = (
     *("family", "num_layers", "hidden_size", "intermediate_size", "num_experts"),
@@ -113,6 +114,8 @@ def base_copies(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) ->
                 f"{where}: {key}: expected shape {[shape.vocab_size, shape.hidden_size]}, found "
                 f"{list(tensors[key].shape)}; serve the adapter with the base it was trained for"
             )
+        if str(tensors[key].dtype) not in FLOATS:
+            raise no_floats(key, tensors[key], where)
         [leaf] = {"embed_tokens", "wte", "lm_head"} & set(key.split("."))
         if leaf not in adapted:
             raise AdapterError(
@@ -226,11 +229,8 @@ def _header(path: Path) -> dict[str, TensorEntry]:
 
 def _files_by_name(model_dir: Path) -> dict[str, Path]:
     """Tensor name -> file of the checkpoint."""
-    index = model_dir / "model.safetensors.index.json"
-    if index.exists():
-        return {name: model_dir / file for name, file in read_json_file(index)["weight_map"].items()}
-    path = model_dir / "model.safetensors"
-    return dict.fromkeys(_header(path), path)
+    path = model_dir / SINGLE_NAME
+    return indexed(model_dir) or dict.fromkeys(_header(path), path)
 
 
 def resized(key: str, tensor: Shaped, shape: ModelShape, where: str) -> AdapterError:

@@ -19,7 +19,7 @@ from moe_lora.core.shape import ModelShape
 
 from .base import Stored, base_modules, one_place
 from .config import AdapterConfig
-from .places import FLOATS, PairSource, Shaped, expected_shapes, make_pairs
+from .places import FLOATS, PairSource, Shaped, expected_shapes, make_pairs, no_floats
 
 if TYPE_CHECKING:
     import torch
@@ -154,10 +154,7 @@ def _field(config: AdapterConfig) -> str:
 
 def _check(column: ColumnSource, tensor: Shaped, shape: ModelShape, where: str) -> None:
     if str(tensor.dtype) not in FLOATS:
-        raise AdapterError(
-            f"{where}: {column.key}: dtype {tensor.dtype} is not supported; save the adapter in float32, "
-            "bfloat16 or float16"
-        )
+        raise no_floats(column.key, tensor, where)
     expected = expected_shapes(column.pair, shape, swapped=False)[1][:1]
     if tuple(tensor.shape) != expected:
         raise AdapterError(

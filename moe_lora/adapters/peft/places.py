@@ -172,16 +172,21 @@ def _pairs_of_heads(source: PairSource, a: torch.Tensor, b: torch.Tensor, shape:
     ]
 
 
+def no_floats(key: str, tensor: Shaped, where: str) -> AdapterError:
+    """The error for a dtype outside FLOATS."""
+    return AdapterError(
+        f"{where}: {key}: dtype {tensor.dtype} is not supported; save the adapter in float32, bfloat16 or "
+        "float16"
+    )
+
+
 def check_pair(
     source: PairSource, tensors: Mapping[str, Shaped], shape: ModelShape, where: str, swapped: bool
 ) -> None:
     """Raises AdapterError for a wrong shape or a non-float dtype."""
     for key in (*source.keys_a, *source.keys_b):
         if str(tensors[key].dtype) not in FLOATS:
-            raise AdapterError(
-                f"{where}: {key}: dtype {tensors[key].dtype} is not supported; "
-                "save the adapter in float32, bfloat16 or float16"
-            )
+            raise no_floats(key, tensors[key], where)
     shapes = expected_shapes(source, shape, swapped)
     for keys, expected in zip((source.keys_a, source.keys_b), shapes, strict=True):
         for key in keys:

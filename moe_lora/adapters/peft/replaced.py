@@ -25,7 +25,7 @@ from moe_lora.families import model_spec
 from .base import base_tensor, one_place, resized
 from .config import AdapterConfig
 from .names import OuterPaths, outer_path, without_wrappers
-from .places import FLOATS, PlaceMap, Shaped
+from .places import FLOATS, PlaceMap, Shaped, no_floats
 
 if TYPE_CHECKING:
     import torch
@@ -227,10 +227,7 @@ def _key(
 
 def _check(rows: ReplacedRows, tensor: Shaped, shape: ModelShape, where: str) -> None:
     if str(tensor.dtype) not in FLOATS:
-        raise AdapterError(
-            f"{where}: {rows.key}: dtype {tensor.dtype} is not supported; save the adapter in float32, "
-            "bfloat16 or float16"
-        )
+        raise no_floats(rows.key, tensor, where)
     found, num_rows = tuple(tensor.shape), shape.vocab_size if rows.tokens is None else len(rows.tokens)
     if rows.tokens is None and found[1:] == (shape.hidden_size,) and found[0] != num_rows:
         raise resized(rows.key, tensor, shape, where)

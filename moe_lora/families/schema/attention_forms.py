@@ -183,8 +183,11 @@ def _overridden(config: ConfigJson, given: Any, windows: tuple[int, ...]) -> dic
     plain = {key: config.size(key) for key in _OVERRIDDEN}
     if not isinstance(given, Mapping) or not all(isinstance(one, Mapping) for one in given.values()):
         raise config.refusal("per_layer_config", given, "must have an object for each layer")
-    by_layer = {str(layer): one for layer, one in given.items()}
-    found = [{**plain, **by_layer.get(str(layer), {})} for layer in range(len(windows))]
+    try:
+        by_layer = {int(layer): one for layer, one in given.items()}  # "05"
+    except ValueError:
+        raise config.refusal("per_layer_config", given, "must have numbers of layers as keys") from None
+    found = [{**plain, **by_layer.get(layer, {})} for layer in range(len(windows))]
     of_full = [sizes for sizes, window in zip(found, windows, strict=True) if not window]
     sliding = [sizes for sizes, window in zip(found, windows, strict=True) if window]
     if any(sizes != of_full[0] for sizes in of_full) or any(sizes != plain for sizes in sliding):

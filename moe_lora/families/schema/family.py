@@ -258,7 +258,7 @@ def shared_and_dense(config: ConfigJson, num_shared: int, layers: Iterable[int])
 
 def stepped_experts(config: ConfigJson, num_layers: int, shared_size: int) -> Mapping[str, Any]:
     """Fields of `ModelShape`: a shared expert behind a gate, dense layers by number or step."""
-    step, named = config.size("decoder_sparse_step", default=1), config.numbers("mlp_only_layers")
+    step, named = config.size("decoder_sparse_step", default=1), set(config.numbers("mlp_only_layers"))
     dense = (layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
     return {
         "shared_size": config.size("shared_expert_intermediate_size", default=shared_size),
@@ -271,19 +271,21 @@ def stepped_experts(config: ConfigJson, num_layers: int, shared_size: int) -> Ma
 class Family:
     """One model family; docs/guides/families.md explains the main fields.
 
-    sizes: fields of `ModelShape` and keys; without num_experts, a dense family.  theta, theta_keys, rope: of
-    a config without rope_parameters, if `layers` gives no rope.  rotary_factor: rotated share of head_dim, of
-    a config without partial_rotary_factor, or a function (config, head_dim); None: all.  norm_eps: of a
-    config without rms_norm_eps.  stack: prefix of the layers.  tensors: parameters without a site;
-    older_tensors: names in older files.  attention: places of both checkpoints and adapters.  mlp: the last
-    form is the default.  adapted: other places of LoRA pairs; places of one path are in the order of PEFT's
-    nesting.  older_path: start of the adapted paths, and in older files.  own_format: quant_method of
-    checkpoints with `mlp`'s tensors.  experts_stay: quantisers of linear layers leave the experts.  wrapper:
-    segment of names in multimodal checkpoints; text_config of config.json then has the sizes.
+    sizes: fields of `ModelShape` and keys; without num_experts, a dense family.  unstated: of a config
+    without the keys, if other than all heads and hidden / heads.  theta, theta_keys, rope: of a config
+    without rope_parameters, if `layers` gives no rope.  rotary_factor: rotated share of head_dim, of a config
+    without partial_rotary_factor, or a function (config, head_dim); None: all.  norm_eps: of a config without
+    rms_norm_eps.  stack: prefix of the layers.  tensors: parameters without a site; older_tensors: names in
+    older files.  attention: places of both checkpoints and adapters.  mlp: the last form is the default.
+    adapted: other places of LoRA pairs; places of one path are in the order of PEFT's nesting.  older_path:
+    start of the adapted paths, and in older files.  own_format: quant_method of checkpoints with `mlp`'s
+    tensors.  experts_stay: quantisers of linear layers leave the experts.  wrapper: segment of names in
+    multimodal checkpoints; text_config of config.json then has the sizes.
     """
 
     title: str
     sizes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SIZES)
+    unstated: Mapping[str, int] = field(default_factory=dict)
     fused_qkv: bool = False
     fused_gate_up: bool = False
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -338,6 +340,7 @@ class Family:
         hidden = found.size(*self.sizes["hidden_size"])
         heads = found.size(*self.sizes["num_heads"])
         defaults = {"num_kv_heads": heads, "head_dim": hidden // heads}
+        defaults |= {size: n for size, n in self.unstated.items() if not found.states(self.sizes[size][0])}
         sizes: dict[str, Any] = {
             size: found.size(*keys, default=defaults[size]) if size in defaults else found.size(*keys)
             for size, keys in self.sizes.items()

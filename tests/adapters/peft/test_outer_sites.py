@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from moe_lora.adapters.contents import AdapterContents
+from moe_lora.adapters.peft.file_check import bad_adapters
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 from moe_lora.adapters.peft.reader import bare_layers, pack_state_dict, read_adapter
 from moe_lora.core.errors import AdapterError
@@ -136,6 +138,17 @@ def test_the_base_weights_that_peft_saves_beside_a_pair_must_be_the_bases(tied, 
         change(damaged, alter)
         with pytest.raises(AdapterError, match=rf"{key}: values other than the base model's"):
             contents(shape, base).read("a", str(damaged))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn])
+def test_a_copy_of_no_floats_is_refused_by_name(dtype, checkpoint, shape_of, tmp_path):
+    adapter = outer_adapter("llama", checkpoint("llama"), tmp_path / "a", "lm_head")
+    key, shape = f"{HEAD}base_layer.weight", shape_of("llama")
+    change(adapter, lambda tensors: {**tensors, key: torch.zeros(96, 32).to(dtype)})
+    bad = bad_adapters([("a", str(adapter))], shape, values=True)
+    assert f"{key}: dtype {dtype} is not supported" in bad["a"]
+    with pytest.raises(AdapterError, match=re.escape(f"{key}: dtype {dtype} is not supported")):
+        read_adapter(adapter, shape, torch.float32)
 
 
 def test_a_file_cut_while_its_copies_are_compared_is_the_adapters_fault(tmp_path, monkeypatch):
