@@ -27,7 +27,7 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
         "qk_norm": True,
         "norm_offset": True,
         "attention_bias": config.flag("attention_bias"),
-        "unused": ("mtp.", "model.visual."),
+        "unused": ("mtp.",),
     }
 
 
@@ -51,5 +51,4 @@ FAMILY = Family(
     recurrent_tensors=DELTA_TENSORS,
     attention=(*ATTENTION, *DELTA),
     beside=SHARED_EXPERT,
-    wrapper="language_model",
 )

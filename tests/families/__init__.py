@@ -24,23 +24,26 @@ from moe_lora.core.wrong_files import read_config
 from moe_lora.families import shape_of
 from tests.grids import with_quick
 
+from .wrapped import auto_class, wrapped_config
+
 FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
 """Families that cover all pieces of the layers."""
 BESIDE_FAMILIES = ("qwen2_moe", "glm4_moe", "afmoe")
 """Families that cover the pieces beside experts: shared experts, dense layers, corrected gates; and of AFMoE
 the output gate, norms of outputs, and layers without rotation."""
-RECURRENT_FAMILIES = ("qwen3_next", "qwen3_5_moe")
+RECURRENT_MOE = ("qwen3_next", "qwen3_5_moe")
+RECURRENT_FAMILIES = (*RECURRENT_MOE, "qwen3_5")
 """Families with Gated DeltaNet layers."""
 LATENT_FAMILIES = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite")
 """Families with Multi-head Latent Attention."""
-LATER_MOE = (*BESIDE_FAMILIES, "ernie4_5_moe", *RECURRENT_FAMILIES, *LATENT_FAMILIES, "gemma4")
-FURTHER_MOE = ("olmoe", "granitemoe", "phimoe", "minimax_m2")
+LATER_MOE = (*BESIDE_FAMILIES, "ernie4_5_moe", *RECURRENT_MOE, *LATENT_FAMILIES, "gemma4")
+FURTHER_MOE = ("olmoe", "granitemoe", "phimoe", "minimax_m2", "qwen3_vl_moe")
 FURTHER = ("qwen3", "mistral", "qwen2", "granite", "phi3", *FURTHER_MOE)
 """Families of other pieces: norms over all heads, multipliers, biases, fused matrices."""
-LATER_FAMILIES = (*FURTHER, *LATER_MOE)
+LATER_FAMILIES = (*FURTHER, *LATER_MOE, "qwen3_5")
 ALL_FAMILIES = (*FAMILIES, *LATER_FAMILIES)
 MOE_FAMILIES = FAMILIES[1:]
-DENSE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2", "granite", "phi3")
+DENSE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2", "granite", "phi3", "qwen3_5")
 PER_EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "olmoe", "minimax_m2", "afmoe")
 """Families with old adapters of one module per expert that peft converts: not Qwen2-MoE."""
 ALL_TARGETS = ("qkv", "o", "gate_up", "down")
@@ -50,6 +53,11 @@ VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS = 96, 2, 4
 
 _ATTENTION = {"qkv": ("q_proj", "k_proj", "v_proj"), "o": ("o_proj",)}
 _DENSE = {**_ATTENTION, "gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+_DELTA_MODULES = {
+    "delta_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "delta_ba": ("in_proj_b", "in_proj_a"),
+    "delta_out": ("linear_attn.out_proj",),
+}
 _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(DENSE_FAMILIES, _DENSE),
     "phi3": {
@@ -60,6 +68,7 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "mixtral": _ATTENTION,
     "qwen3_moe": _ATTENTION,
+    "qwen3_vl_moe": _ATTENTION,
     "olmoe": _ATTENTION,
     "phimoe": _ATTENTION,
     "granitemoe": _ATTENTION,
@@ -82,13 +91,8 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
         "delta_ba": ("in_proj_ba",),
         "delta_out": ("linear_attn.out_proj",),
     },
-    "qwen3_5_moe": {
-        **_DENSE,
-        "shared_gate": ("shared_expert_gate",),
-        "delta_qkvz": ("in_proj_qkv", "in_proj_z"),
-        "delta_ba": ("in_proj_b", "in_proj_a"),
-        "delta_out": ("linear_attn.out_proj",),
-    },
+    "qwen3_5_moe": {**_DENSE, "shared_gate": ("shared_expert_gate",), **_DELTA_MODULES},
+    "qwen3_5": {**_DENSE, **_DELTA_MODULES},
     **{
         family: {**_DENSE, "qkv": ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")}
         for family in LATENT_FAMILIES
@@ -101,6 +105,7 @@ _PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
     **{family: {} for family in DENSE_FAMILIES},
     "mixtral": {**_FUSED, "router": ("mlp.gate.weight",)},
     "qwen3_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
+    "qwen3_vl_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "qwen2_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "qwen3_next": {**_FUSED, "router": ("mlp.gate.weight",)},
     "qwen3_5_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
@@ -201,6 +206,12 @@ def tiny_config(family: str, **changes: Any) -> Any:
         beside = {"shared_expert_intermediate_size": 20, "intermediate_size": 28, "mlp_only_layers": [1]}
         fields = {**common, **moe, **beside, "num_hidden_layers": 3}
         return transformers.Qwen2MoeConfig(**{**fields, **changes})
+    if family == "qwen3_vl_moe":
+        moe = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        return wrapped_config(family, {**common, **moe, **changes})
+    if family == "qwen3_5":
+        kinds = {"full_attention_interval": 2, "num_hidden_layers": 3, "partial_rotary_factor": 0.25}
+        return transformers.Qwen3_5TextConfig(**{**common, **kinds, **_DELTA, **changes})
     if family in RECURRENT_FAMILIES:
         moe = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         kinds = {"full_attention_interval": 2, "num_hidden_layers": 3, "partial_rotary_factor": 0.25}
@@ -319,9 +330,14 @@ def make_checkpoint(
     family: str, path: Path | str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> Path:
     """Write a random checkpoint (config.json, safetensors) as transformers saves it; returns the folder."""
-    from transformers import AutoModelForCausalLM
+    return save_random(family, tiny_config(family, **changes), path, seed, dtype)
 
-    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes)).to(dtype)
+
+def save_random(
+    family: str, config: Any, path: Path | str, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Path:
+    """As `make_checkpoint`, of a given transformers config."""
+    model = auto_class(config).from_config(config).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         named = dict(model.named_parameters())
@@ -365,11 +381,13 @@ def load_model(model_dir: Path | str, dtype: torch.dtype = torch.float32) -> Any
 @lru_cache(maxsize=32)
 def _loaded(model_dir: str, dtype: torch.dtype, files: tuple[tuple[Any, ...], ...]) -> Any:
     """The checkpoint's model; a copy of a loaded model takes a fraction of another load."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    return AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
+    return (
+        auto_class(AutoConfig.from_pretrained(model_dir))
+        .from_pretrained(model_dir, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
+        .eval()
+    )
 
 
 def make_adapter(

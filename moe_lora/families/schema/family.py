@@ -13,12 +13,25 @@ from typing import Any, Literal
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
 
-from .config_json import ConfigJson
+from .config_json import ConfigJson, text_config
 from .rope import RopeSpec, context_of, rope_spec
 
 Form = Literal["matrix", "fused", "rows", "mxfp4", "stacked", "heads"]
+NAME_ORDERS = (("model.language_model.", ""), ("language_model.model.", "language_model."))
+"""Of multimodal checkpoints: in place of `model.` and before the head's name."""
+THINKER = ("thinker.model.", "thinker.")
+"""The same of Qwen3-Omni."""
+_BESIDE_TEXT = (
+    *("visual", "vision_tower", "audio_tower", "embed_vision", "embed_audio"),
+    *("multi_modal_projector", "mm_projector"),
+)
 LARGEST = {"num_layers": 10_000, "head_dim": 65_536}
 """Limits, since lists have these lengths."""
+BESIDE_TEXT = (
+    *("talker.", "code2wav."),
+    *(f"{front}{part}." for front in ("", "model.", "thinker.") for part in _BESIDE_TEXT),
+)
+"""Beginnings of tensors of images and sound."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -97,9 +110,9 @@ class Place:
     3-D parameter of all experts [E, out, in].  "rows", a 2-D parameter [E * F, H], down transposed.  "mxfp4",
     blocks and scales of a fused parameter.  "stacked", LoRA tensors [E or 1, ...] of linear layers of all
     experts.  "heads", kv_b_proj of latent attention: two sites with a copy for each head.  interleaved: gate
-    and up alternate in the outputs.  transposed: [E, in, out].  optional_linear: a linear layer in older
-    transformers only.  is_split: True in an adapter's second form alone (Unsloth's linear experts, older
-    names), False in the first alone; None in both.
+    and up alternate in the outputs.  transposed: [E, in, out]; None: by shape.  optional_linear: a linear
+    layer in older transformers only.  is_split: True in an adapter's second form alone (Unsloth's linear
+    experts, older names), False in the first alone; None in both.
     """
 
     path: str
@@ -109,7 +122,7 @@ class Place:
     form: Form = "matrix"
     expert: int | None = None
     interleaved: bool = False
-    transposed: bool = False
+    transposed: bool | None = False
     optional_linear: bool = False
     is_split: bool | None = None
 
@@ -278,8 +291,7 @@ class Family:
     older_tensors: names in older files.  attention: places of both checkpoints and adapters.  mlp: the last
     form is the default.  adapted: other places of LoRA pairs; places of one path are in the order of PEFT's
     nesting.  older_path: start of the adapted paths, and in older files.  own_format: quant_method of
-    checkpoints with `mlp`'s tensors.  experts_stay: quantisers of linear layers leave the experts.  wrapper:
-    segment of names in multimodal checkpoints; text_config of config.json then has the sizes.
+    checkpoints with `mlp`'s tensors.  experts_stay: quantisers of linear layers leave the experts.
     """
 
     title: str
@@ -310,30 +322,21 @@ class Family:
     older_path: tuple[str, str] | None = None
     own_format: str | None = None
     experts_stay: bool = False
-    wrapper: str = ""
     tool_format: str = ""
-
-    def text(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The language model's config.json."""
-        part = config.get("text_config") if self.wrapper else None
-        if not isinstance(part, Mapping):
-            return config
-        return {**{key: value for key, value in config.items() if key != "text_config"}, **part}
 
     def named_in(self, checkpoint: Container[str]) -> Family:
         """The family with its names in the checkpoint: multimodal or not."""
-
-        def wrapped(name: str) -> str:
-            return name.replace("model.", f"model.{self.wrapper}.", 1)
-
-        if not self.wrapper or wrapped(self.embedding) not in checkpoint:
-            return self
-        embedding, norm, stack = map(wrapped, (self.embedding, self.norm, self.stack))
-        return replace(self, embedding=embedding, norm=norm, stack=stack)
+        for text, front in (*NAME_ORDERS, THINKER):
+            embedding, norm, stack = (
+                name.replace("model.", text, 1) for name in (self.embedding, self.norm, self.stack)
+            )
+            if embedding in checkpoint:
+                return replace(self, embedding=embedding, norm=norm, stack=stack, head=front + self.head)
+        return self
 
     def shape(self, name: str, config: Mapping[str, Any]) -> ModelShape:
         """Sizes of the model."""
-        found = ConfigJson(self.text(config))
+        found = ConfigJson(text_config(config))
         found.require({"hidden_act": ("silu", "swish"), "is_causal": (True,), **self.supported})
         hidden = found.size(*self.sizes["hidden_size"])
         heads = found.size(*self.sizes["num_heads"])
@@ -360,13 +363,15 @@ class Family:
 
     def spec(self, shape: ModelShape, config: Mapping[str, Any]) -> ModelSpec:
         """Layers of the model."""
-        found = ConfigJson(self.text(config))
+        found = ConfigJson(text_config(config))
         fields = {
             "norm_eps": found.number("rms_norm_eps", default=self.norm_eps),
             "window": self.windows(found, shape.num_layers),
             "tie_word_embeddings": found.flag("tie_word_embeddings"),
             **self.layers(found),
         }
+        if not config.keys().isdisjoint(("vision_config", "thinker_config")):
+            fields["unused"] = (*fields.get("unused", ()), *BESIDE_TEXT)
         if "rope" in fields:
             return ModelSpec(shape=shape, **fields)
         factor = self.rotary_factor
@@ -378,7 +383,7 @@ class Family:
 
     def cut(self, config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         """The config.json with the first layers only.  Raises ConfigError for too few."""
-        keys, config = self.sizes["num_layers"], self.text(config)
+        keys, config = self.sizes["num_layers"], text_config(config)
         known = ConfigJson(config).size(*keys)
         if num_layers > known:
             raise ConfigError(

@@ -89,7 +89,7 @@ def _rope(
     if kind == "dynamic":  # scales beyond the model's context only
         section.require({"alpha": ()})
         section.number("factor")
-    if kind in ("default", "dynamic"):
+    if kind in ("default", "dynamic", "mrope"):  # positions of text make mrope plain
         return RopeSpec(inverse_frequencies=tuple(plain))
     if kind in LONGROPE:
         return _longrope(plain, section, config)
