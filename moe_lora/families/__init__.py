@@ -64,6 +64,18 @@ _NAMES = {
         *("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
     ),
     "qwen3_vl_moe": ("qwen3_vl_moe", "qwen3_vl_moe_text", "Qwen3VLMoeForConditionalGeneration"),
+    "ministral3": ("ministral3", "Ministral3ForCausalLM"),
+    "seed_oss": ("seed_oss", "SeedOssForCausalLM"),
+    "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
+    "ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM"),
+    "glm4": ("glm4", "Glm4ForCausalLM"),
+    "olmo2": ("olmo2", "Olmo2ForCausalLM"),
+    "olmo3": ("olmo3", "Olmo3ForCausalLM"),
+    "gemma3": ("gemma3", "gemma3_text", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    "exaone4": ("exaone4", "Exaone4ForCausalLM"),
+    "dots1": ("dots1", "Dots1ForCausalLM"),
+    "granitemoeshared": ("granitemoeshared", "GraniteMoeSharedForCausalLM"),
+    "flex_olmo": ("flex_olmo", "FlexOlmoForCausalLM"),
 }
 """Module -> values of model_type, and of architectures."""
 FAMILIES = tuple(_NAMES)

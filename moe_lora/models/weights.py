@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
     from .random_weights import RandomCheckpoint
 
-RECOMPUTED = "rotary_emb.inv_freq"  # buffers of old checkpoints
+UNREAD = ("rotary_emb.inv_freq", ".activation_scale")  # buffers of old checkpoints, scales of inputs
 NUM_NAMED = 5
 logger = logging.getLogger(__name__)
 
@@ -332,7 +332,7 @@ def refuse_unexpected(spec: ModelSpec, checkpoint: Checkpoint | RandomCheckpoint
     A tied head may be there, equal to the embedding.
     """
     used = {key for pieces in weights.values() for piece in pieces for key in piece.keys}
-    left = [key for key in checkpoint if key not in used and not key.endswith(RECOMPUTED)]
+    left = [key for key in checkpoint if key not in used and not key.endswith(UNREAD)]
     head = family_named(spec.shape.family).named_in(checkpoint).head
     if spec.tie_word_embeddings and head in left:
         one, other = checkpoint[head], checkpoint[weights["embedding"][0].key]

@@ -36,14 +36,16 @@ RECURRENT_FAMILIES = (*RECURRENT_MOE, "qwen3_5")
 """Families with Gated DeltaNet layers."""
 LATENT_FAMILIES = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite")
 """Families with Multi-head Latent Attention."""
-LATER_MOE = (*BESIDE_FAMILIES, "ernie4_5_moe", *RECURRENT_MOE, *LATENT_FAMILIES, "gemma4")
-FURTHER_MOE = ("olmoe", "granitemoe", "phimoe", "minimax_m2", "qwen3_vl_moe")
+NEWER_SHARED = ("dots1", "granitemoeshared")
+NEWER_DENSE = ("ministral3", "seed_oss", "smollm3", "ernie4_5", "glm4", "olmo2", "olmo3", "exaone4", "gemma3")
+LATER_MOE = (*BESIDE_FAMILIES, "ernie4_5_moe", *RECURRENT_MOE, *LATENT_FAMILIES, "gemma4", *NEWER_SHARED)
+FURTHER_MOE = ("olmoe", "granitemoe", "phimoe", "minimax_m2")
 FURTHER = ("qwen3", "mistral", "qwen2", "granite", "phi3", *FURTHER_MOE)
 """Families of other pieces: norms over all heads, multipliers, biases, fused matrices."""
-LATER_FAMILIES = (*FURTHER, *LATER_MOE, "qwen3_5")
+LATER_FAMILIES = (*FURTHER, *LATER_MOE, "qwen3_5", *NEWER_DENSE, "qwen3_vl_moe", "flex_olmo")
 ALL_FAMILIES = (*FAMILIES, *LATER_FAMILIES)
 MOE_FAMILIES = FAMILIES[1:]
-DENSE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2", "granite", "phi3", "qwen3_5")
+DENSE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2", "granite", "phi3", "qwen3_5", *NEWER_DENSE)
 PER_EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "olmoe", "minimax_m2", "afmoe")
 """Families with old adapters of one module per expert that peft converts: not Qwen2-MoE."""
 ALL_TARGETS = ("qkv", "o", "gate_up", "down")
@@ -66,7 +68,15 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
         "gate_up": ("gate_up_proj",),
         "down": ("down_proj",),
     },
+    "glm4": {**_ATTENTION, "gate_up": ("gate_up_proj",), "down": ("down_proj",)},
     "mixtral": _ATTENTION,
+    "flex_olmo": _ATTENTION,
+    "dots1": _DENSE,
+    "granitemoeshared": {
+        **_ATTENTION,
+        "gate_up": ("shared_mlp.input_linear",),
+        "down": ("shared_mlp.output_linear",),
+    },
     "qwen3_moe": _ATTENTION,
     "qwen3_vl_moe": _ATTENTION,
     "olmoe": _ATTENTION,
@@ -118,6 +128,9 @@ _PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
     "gemma4": _FUSED,
     "phimoe": {**_FUSED, "router": ("mlp.router.weight",)},
     "granitemoe": {**_FUSED, "router": ("block_sparse_moe.router.weight",)},
+    "granitemoeshared": {**_FUSED, "router": ("block_sparse_moe.router.weight",)},
+    "dots1": {**_FUSED, "router": ("mlp.gate.weight",)},
+    "flex_olmo": {**_FUSED, "router": ("mlp.gate.weight",)},
     "gpt_oss": {**_FUSED, "router": ("mlp.router.weight",)},
     "dbrx": {"gate_up": ("mlp.w1", "mlp.v1"), "down": ("mlp.w2",)},
 }
@@ -206,6 +219,9 @@ def tiny_config(family: str, **changes: Any) -> Any:
         beside = {"shared_expert_intermediate_size": 20, "intermediate_size": 28, "mlp_only_layers": [1]}
         fields = {**common, **moe, **beside, "num_hidden_layers": 3}
         return transformers.Qwen2MoeConfig(**{**fields, **changes})
+    if family in NEWER_DENSE or family in NEWER_SHARED or family == "flex_olmo":
+        made, fields = _newer(family, common)
+        return made(**{**fields, **changes})
     if family == "qwen3_vl_moe":
         moe = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         return wrapped_config(family, {**common, **moe, **changes})
@@ -283,6 +299,73 @@ def tiny_config(family: str, **changes: Any) -> Any:
     if family == "dbrx":
         return transformers.DbrxConfig(**{**_dbrx_fields(), **changes})
     raise ValueError(f"family={family!r} is unknown; choose one of {', '.join(ALL_FAMILIES)}")
+
+
+def _newer(family: str, common: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """transformers' class of the config, and its fields."""
+    import transformers
+
+    by_layer = {"num_hidden_layers": 3, "sliding_window": 16}
+    no_heads, moe = _without_head_dim(common), {"num_experts_per_tok": 2}
+    scaled = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 128, "truncate": True}
+    return {
+        "ministral3": (transformers.Ministral3Config, {**common, "rope_parameters": {**_YARN, **scaled}}),
+        "seed_oss": (transformers.SeedOssConfig, common),
+        "smollm3": (
+            transformers.SmolLM3Config,
+            {
+                **no_heads,
+                **by_layer,
+                "no_rope_layer_interval": 2,
+                "use_sliding_window": True,
+                "pad_token_id": 0,
+            },
+        ),
+        "ernie4_5": (transformers.Ernie4_5Config, {**common, "use_bias": True}),
+        "glm4": (transformers.Glm4Config, {**common, "pad_token_id": 0}),
+        "olmo2": (transformers.Olmo2Config, no_heads),
+        "olmo3": (
+            transformers.Olmo3Config,
+            {
+                **{**no_heads, **by_layer, "layer_types": ["sliding_attention", *["full_attention"] * 2]},
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                    "full_attention": dict(_YARN),
+                },
+            },
+        ),
+        "gemma3": (
+            transformers.Gemma3TextConfig,
+            {
+                **{**common, **by_layer, "layer_types": ["sliding_attention", *["full_attention"] * 2]},
+                **{"query_pre_attn_scalar": 20, "final_logit_softcapping": 3.0, "pad_token_id": 0},
+            },
+        ),
+        "exaone4": (transformers.Exaone4Config, {**common, **by_layer, "sliding_window_pattern": 2}),
+        "dots1": (
+            transformers.Dots1Config,
+            {
+                **{**common, **by_layer, **moe, "max_window_layers": 2, "moe_intermediate_size": 24},
+                **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
+                **{"n_shared_experts": 2, "first_k_dense_replace": 1, "intermediate_size": 28},
+                "routed_scaling_factor": 1.7,
+            },
+        ),
+        "granitemoeshared": (
+            transformers.GraniteMoeSharedConfig,
+            {
+                **no_heads,
+                **moe,
+                **MULTIPLIERS,
+                "num_local_experts": NUM_EXPERTS,
+                "shared_intermediate_size": 20,
+            },
+        ),
+        "flex_olmo": (
+            transformers.FlexOlmoConfig,
+            {**no_heads, **moe, "num_experts": NUM_EXPERTS, "pad_token_id": 0},
+        ),
+    }[family]
 
 
 def _latent_fields(common: dict[str, Any]) -> dict[str, Any]:

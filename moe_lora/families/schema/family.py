@@ -42,8 +42,9 @@ class ModelSpec:
     qk_norm: RMS norms of each head of q and k.  full_qk_norm: of all heads of q, and of k, together.
     attention_bias: of q, k, v and o.  qkv_bias: of q, k and v.  clip_qkv: q, k and v are clamped to +- this
     value.  rotates_neighbours: rotation turns pairs of neighbours, not of halves.  window: per layer in
-    tokens; 0: full.  unrotated: layers without rotary embedding.  output_norms: of attention and MLP, before
-    the residual add.
+    tokens; 0: full.  unrotated: layers without rotary embedding.  rope_by_window: frequencies of layers with
+    a window first, then of full layers.  input_norms: before attention and MLP.  output_norms: of attention
+    and MLP, before the residual add.
 
     gate: "softmax_topk" takes the top k of the softmax over all experts, "topk_softmax" the softmax over the
     top k logits, "sigmoid_topk" the top k of the sigmoids.  gate_norm: p of the p-norm dividing the chosen
@@ -75,6 +76,8 @@ class ModelSpec:
     clip_qkv: float | None = None
     rotates_neighbours: bool = False
     unrotated: tuple[int, ...] = ()
+    rope_by_window: bool = False
+    input_norms: bool = True
     output_norms: bool = False
     gate: Literal["softmax_topk", "topk_softmax", "sigmoid_topk", "sparsemixer"] = "softmax_topk"
     gate_jitter: float = 0.0
@@ -176,6 +179,11 @@ FULL_QK_NORMS: Mapping[str, str] = {
     "attention.qkv.q_norm.weight": "self_attn.q_norm.weight",
     "attention.qkv.k_norm.weight": "self_attn.k_norm.weight",
 }
+OUTPUT_NORMS: Mapping[str, str] = {
+    "add_attention.norm.weight": "post_attention_layernorm.weight",
+    "add_mlp.norm.weight": "post_feedforward_layernorm.weight",
+}
+"""Norms of layers without input norms."""
 ATTENTION = (
     *(Place(path=f"self_attn.{name}_proj", site="qkv", modules=(i,)) for i, name in enumerate("qkv")),
     Place(path="self_attn.o_proj", site="o"),
@@ -284,17 +292,19 @@ def stepped_experts(config: ConfigJson, num_layers: int, shared_size: int) -> Ma
 class Family:
     """One model family; docs/guides/families.md explains the main fields.
 
-    sizes: fields of `ModelShape` and keys; without num_experts, a dense family.  theta, theta_keys, rope: of
-    a config without rope_parameters, if `layers` gives no rope.  rotary_factor: rotated share of head_dim, of
-    a config without partial_rotary_factor, or a function (config, head_dim); None: all.  norm_eps: of a
-    config without rms_norm_eps.  stack: prefix of the layers.  tensors: parameters without a site;
-    older_tensors: names in older files.  attention: places of both checkpoints and adapters.  mlp: the last
-    form is the default.  adapted: other places of LoRA pairs; places of one path are in the order of PEFT's
-    nesting.  older_path: start of the adapted paths, and in older files.  own_format: quant_method of
-    checkpoints with `mlp`'s tensors.  experts_stay: quantisers of linear layers leave the experts.
+    defaults: values of a config without the keys.  sizes: fields of `ModelShape` and keys; without
+    num_experts, a dense family.  theta, theta_keys, rope: of a config without rope_parameters, if `layers`
+    gives no rope.  rotary_factor: rotated share of head_dim, of a config without partial_rotary_factor, or a
+    function (config, head_dim); None: all.  norm_eps: of a config without rms_norm_eps.  stack: prefix of the
+    layers.  tensors: parameters without a site; older_tensors: names in older files.  attention: places of
+    both checkpoints and adapters.  mlp: the last form is the default.  adapted: other places of LoRA pairs;
+    places of one path are in the order of PEFT's nesting.  older_path: start of the adapted paths, and in
+    older files.  own_format: quant_method of checkpoints with `mlp`'s tensors.  experts_stay: quantisers of
+    linear layers leave the experts.
     """
 
     title: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SIZES)
     fused_qkv: bool = False
     fused_gate_up: bool = False
@@ -336,7 +346,7 @@ class Family:
 
     def shape(self, name: str, config: Mapping[str, Any]) -> ModelShape:
         """Sizes of the model."""
-        found = ConfigJson(text_config(config))
+        found = ConfigJson({**self.defaults, **text_config(config)})
         found.require({"hidden_act": ("silu", "swish"), "is_causal": (True,), **self.supported})
         hidden = found.size(*self.sizes["hidden_size"])
         heads = found.size(*self.sizes["num_heads"])
@@ -363,7 +373,7 @@ class Family:
 
     def spec(self, shape: ModelShape, config: Mapping[str, Any]) -> ModelSpec:
         """Layers of the model."""
-        found = ConfigJson(text_config(config))
+        found = ConfigJson({**self.defaults, **text_config(config)})
         fields = {
             "norm_eps": found.number("rms_norm_eps", default=self.norm_eps),
             "window": self.windows(found, shape.num_layers),
