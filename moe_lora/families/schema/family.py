@@ -374,7 +374,7 @@ class Family:
     def spec(self, shape: ModelShape, config: Mapping[str, Any]) -> ModelSpec:
         """Layers of the model."""
         found = ConfigJson({**self.defaults, **text_config(config)})
-        fields = {
+        fields: dict[str, Any] = {
             "norm_eps": found.number("rms_norm_eps", default=self.norm_eps),
             "window": self.windows(found, shape.num_layers),
             "tie_word_embeddings": found.flag("tie_word_embeddings"),
