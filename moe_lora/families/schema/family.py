@@ -380,7 +380,7 @@ class Family:
             "tie_word_embeddings": found.flag("tie_word_embeddings"),
             **self.layers(found),
         }
-        if not config.keys().isdisjoint(("vision_config", "thinker_config")):
+        if not config.keys().isdisjoint(("text_config", "vision_config", "thinker_config")):
             fields["unused"] = (*fields.get("unused", ()), *BESIDE_TEXT)
         if "rope" in fields:
             return ModelSpec(shape=shape, **fields)
