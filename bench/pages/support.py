@@ -77,8 +77,9 @@ def _later(feature: str, test: str, *quick: str, families: tuple[str, ...]) -> t
     return made(families=quick), made(families=rest, slow=True)
 
 
-RECURRENT = ("qwen3_next", "qwen3_5_moe")
+RECURRENT = ("qwen3_next", "qwen3_5_moe", "qwen3_5")
 SIZED = ("gemma4",)
+NEWER_SHARED = ("dots1", "granitemoeshared")
 LATENT = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite")
 FURTHER_MOE = ("olmoe", "granitemoe", "phimoe", "minimax_m2")
 FURTHER = ("qwen3", "mistral", "qwen2", "granite", "phi3", *FURTHER_MOE)
@@ -174,7 +175,7 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
     InCi(
         device="CPU",
         feature="merged",
-        families=("qwen3_moe", "dbrx", "ernie4_5_moe", "glm4_moe", "qwen2_moe", "afmoe"),
+        families=("qwen3_moe", "dbrx", "ernie4_5_moe", "glm4_moe", "qwen2_moe", "afmoe", *NEWER_SHARED),
         test="tests/models/test_weight_merge.py::test_mixed_steps_give_the_tokens_of_peft",
     ),
     InCi(
@@ -269,7 +270,7 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
     InCi(
         device="CPU",
         feature="EP",
-        families=RECURRENT[1:],
+        families=RECURRENT[1:2],
         test="tests/engine/test_recurrent.py::test_two_ranks_with_half_of_the_experts_each_answer_as_peft_does",
         named=False,
     ),

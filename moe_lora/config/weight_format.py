@@ -9,6 +9,7 @@ from typing import Any
 
 from moe_lora.core.weight_format import DEFAULT_GROUP_SIZE, UNQUANTISED, WeightFormat
 from moe_lora.families import family_of
+from moe_lora.families.schema.config_json import text_config
 
 _SCALE_BITS = {"int8": 32.0, "int4": 16.0}
 """Of a group's scale; int4's are in the model's dtype, 16 bits taken."""
@@ -28,7 +29,7 @@ def weight_format(
     if quantize == "none":
         return UNQUANTISED
     if quantize == "checkpoint":
-        return _stored(config.get("quantization_config") or {}, config)
+        return _stored(text_config(config).get("quantization_config") or {}, config)
     kind, _, dynamic = quantize.partition("-")
     group_size = quantize_group_size or (DEFAULT_GROUP_SIZE if kind == "int4" else 0)
     end = "+head" if quantize_head else ""

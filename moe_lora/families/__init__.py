@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from moe_lora.core.errors import ConfigError
 
+from .schema.config_json import text_config
+
 if TYPE_CHECKING:
     from moe_lora.core.shape import ModelShape
 
@@ -20,14 +22,23 @@ if TYPE_CHECKING:
 _NAMES = {
     "llama": ("llama", "LlamaForCausalLM"),
     "mixtral": ("mixtral", "MixtralForCausalLM"),
-    "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "qwen3_moe": (
+        *("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3_omni_moe", "qwen3_omni_moe_thinker"),
+        *("qwen3_omni_moe_text", "Qwen3OmniMoeForConditionalGeneration"),
+    ),
     "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
     "dbrx": ("dbrx", "DbrxForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "mistral": ("mistral", "MistralForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM", "qwen3_vl", "qwen3_vl_text", "Qwen3VLForConditionalGeneration"),
+    "mistral": ("mistral", "MistralForCausalLM", "mistral3", "Mistral3ForConditionalGeneration"),
+    "qwen2": (
+        *("qwen2", "Qwen2ForCausalLM", "qwen2_vl", "qwen2_vl_text", "Qwen2VLForConditionalGeneration"),
+        *("qwen2_5_vl", "qwen2_5_vl_text", "Qwen2_5_VLForConditionalGeneration"),
+    ),
     "ernie4_5_moe": ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
-    "glm4_moe": ("glm4_moe", "Glm4MoeForCausalLM"),
+    "glm4_moe": (
+        *("glm4_moe", "Glm4MoeForCausalLM"),
+        *("glm4v_moe", "glm4v_moe_text", "Glm4vMoeForConditionalGeneration"),
+    ),
     "qwen2_moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
     "olmoe": ("olmoe", "OlmoeForCausalLM"),
     "granite": ("granite", "GraniteForCausalLM"),
@@ -38,13 +49,33 @@ _NAMES = {
     "afmoe": ("afmoe", "AfmoeForCausalLM"),
     "deepseek_v2": ("deepseek_v2", "DeepseekV2ForCausalLM"),
     "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
-    "deepseek_v3": ("deepseek_v3", "kimi_k2", "DeepseekV3ForCausalLM"),
+    "deepseek_v3": (
+        *("deepseek_v3", "kimi_k2", "DeepseekV3ForCausalLM"),
+        *("kimi_k25", "KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
+    ),
     "gemma4": ("gemma4", "gemma4_text", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     "qwen3_next": ("qwen3_next", "Qwen3NextForCausalLM"),
     "qwen3_5_moe": (
         *("qwen3_5_moe", "qwen3_5_moe_text"),
         *("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
     ),
+    "qwen3_5": (
+        *("qwen3_5", "qwen3_5_text"),
+        *("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    ),
+    "qwen3_vl_moe": ("qwen3_vl_moe", "qwen3_vl_moe_text", "Qwen3VLMoeForConditionalGeneration"),
+    "ministral3": ("ministral3", "Ministral3ForCausalLM"),
+    "seed_oss": ("seed_oss", "SeedOssForCausalLM"),
+    "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
+    "ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM"),
+    "glm4": ("glm4", "Glm4ForCausalLM"),
+    "olmo2": ("olmo2", "Olmo2ForCausalLM"),
+    "olmo3": ("olmo3", "Olmo3ForCausalLM"),
+    "gemma3": ("gemma3", "gemma3_text", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    "exaone4": ("exaone4", "Exaone4ForCausalLM"),
+    "dots1": ("dots1", "Dots1ForCausalLM"),
+    "granitemoeshared": ("granitemoeshared", "GraniteMoeSharedForCausalLM"),
+    "flex_olmo": ("flex_olmo", "FlexOlmoForCausalLM"),
 }
 """Module -> values of model_type, and of architectures."""
 FAMILIES = tuple(_NAMES)
@@ -92,7 +123,8 @@ def _name_in(config: Mapping[str, Any]) -> str:
     for value in given if key == "architectures" and isinstance(given, list) else [given]:
         found = next((name for name, known in _NAMES.items() if value in known), None)
         if found is not None:
-            return found
+            kind = text_config(config).get("model_type")
+            return found if kind == config.get("model_type") else _name_in({"model_type": kind})
     if given is None:
         raise ConfigError(f"config.json has no model_type: its family is {_unsupported('unknown')}")
     shown = f"config.json has {key}={given!r}, which"

@@ -61,7 +61,7 @@ FAMILY = Family(
     title="AFMoE (Trinity)",
     tool_format="hermes",
     sizes={**SIZES, **EXPERT_SIZES, "intermediate_size": ("moe_intermediate_size",)},
-    unstated={"head_dim": 128},
+    defaults={"head_dim": 128},
     supported={
         "score_func": ("sigmoid",),
         "route_norm": (True,),

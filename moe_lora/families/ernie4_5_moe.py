@@ -45,7 +45,7 @@ FAMILY = Family(
         "num_experts": ("moe_num_experts",),
         "num_experts_per_token": ("moe_k",),
     },
-    unstated={"num_kv_heads": 4},
+    defaults={"num_key_value_heads": 4},
     supported={"use_bias": (False,), "moe_norm_min": (1e-12,)},
     layers=_layers,
     beside_experts=_beside,

@@ -36,9 +36,6 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
         "rounds_multiplier": True,
         "logits_cap": cap or None,
         "tie_word_embeddings": config.flag("tie_word_embeddings", True),
-        "unused": tuple(
-            f"model.{part}." for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
-        ),
     }
 
 
@@ -88,5 +85,4 @@ FAMILY = Family(
     beside=linear_mlp("mlp", kind="shared_"),
     mlp=((GATE, *FUSED), (GATE, *LINEAR)),
     adapted=(GATE, *FUSED, *LINEAR),
-    wrapper="language_model",
 )

@@ -45,7 +45,7 @@ FAMILY = Family(
     title="MiniMax-M2",
     tool_format="minimax_m2",
     sizes={**SIZES, **EXPERT_SIZES},
-    unstated={"num_kv_heads": 8, "head_dim": 128},
+    defaults={"num_key_value_heads": 8, "head_dim": 128},
     supported={
         "scoring_func": ("sigmoid",),
         "use_routing_bias": (True,),

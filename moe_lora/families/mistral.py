@@ -17,7 +17,7 @@ def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
 FAMILY = Family(
     title="Mistral",
     tool_format="mistral",
-    unstated={"num_kv_heads": 8},
+    defaults={"num_key_value_heads": 8},
     windows=_windows,
     mlp=(DENSE_MLP,),
     adapted=DENSE_MLP,

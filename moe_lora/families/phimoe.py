@@ -49,7 +49,7 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
 FAMILY = Family(
     title="Phi-MoE",
     sizes={**SIZES, **EXPERT_SIZES},
-    unstated={"num_kv_heads": 8},
+    defaults={"num_key_value_heads": 8},
     supported={
         "num_experts_per_tok": (2,),
         **rope_types("default", "longrope"),

@@ -17,7 +17,7 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
 FAMILY = Family(
     title="Qwen2",
     tool_format="hermes",
-    unstated={"num_kv_heads": 32},
+    defaults={"num_key_value_heads": 32},
     layers=_layers,
     windows=late_windows,
     mlp=(DENSE_MLP,),

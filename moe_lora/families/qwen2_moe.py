@@ -40,7 +40,7 @@ FAMILY = Family(
     title="Qwen2-MoE",
     tool_format="hermes",
     sizes={**SIZES, **EXPERT_SIZES, "intermediate_size": ("moe_intermediate_size",)},
-    unstated={"num_kv_heads": 16},
+    defaults={"num_key_value_heads": 16},
     layers=_layers,
     windows=_windows,
     beside_experts=lambda config, num_layers: stepped_experts(config, num_layers, shared_size=5632),

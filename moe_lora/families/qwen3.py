@@ -17,7 +17,7 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
 FAMILY = Family(
     title="Qwen3",
     tool_format="hermes",
-    unstated={"num_kv_heads": 32, "head_dim": 128},
+    defaults={"num_key_value_heads": 32, "head_dim": 128},
     layers=_layers,
     windows=late_windows,
     tensors={**TENSORS, **QK_NORMS},

@@ -27,7 +27,7 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
         "qk_norm": True,
         "norm_offset": True,
         "attention_bias": config.flag("attention_bias"),
-        "unused": ("mtp.", "model.visual."),
+        "unused": ("mtp.",),
     }
 
 
@@ -43,7 +43,7 @@ FAMILY = Family(
     title="Qwen3.5-MoE",
     tool_format="qwen3_coder",
     sizes={**SIZES, **EXPERT_SIZES, "intermediate_size": ("moe_intermediate_size",)},
-    unstated={"num_kv_heads": 2, "head_dim": 256},
+    defaults={"num_key_value_heads": 2, "head_dim": 256},
     supported={"norm_topk_prob": (True,), "attn_output_gate": (True,), "mlp_only_layers": ([],)},
     layers=_layers,
     beside_experts=_beside,
@@ -52,5 +52,4 @@ FAMILY = Family(
     recurrent_tensors=DELTA_TENSORS,
     attention=(*ATTENTION, *DELTA),
     beside=SHARED_EXPERT,
-    wrapper="language_model",
 )

@@ -36,7 +36,7 @@ FAMILY = Family(
     tool_format="hermes",
     # intermediate_size itself is of dense layers, which are not supported.
     sizes={**SIZES, **EXPERT_SIZES, "intermediate_size": ("moe_intermediate_size",)},
-    unstated={"num_kv_heads": 4},
+    defaults={"num_key_value_heads": 4},
     supported={"mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
     layers=_layers,
     windows=_windows,

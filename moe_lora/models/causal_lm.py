@@ -96,6 +96,12 @@ def qkv_linear(spec: ModelSpec, shard: ModelShard) -> LoraLinear:
     return (DividedNormedQkv if shard.tensor_parallel > 1 else NormedQkv)(spec, shard)
 
 
+def rope_columns(spec: ModelSpec, layer: int) -> slice | None:
+    """Columns of cos and sin for the layer; None: all."""
+    half = len(spec.rope.inverse_frequencies) // 2
+    return (slice(half) if spec.window[layer] else slice(half, None)) if spec.rope_by_window else None
+
+
 class Attention(nn.Module):
     """Grouped-query attention over the channel's paged KV."""
 
@@ -111,8 +117,11 @@ class Attention(nn.Module):
         self.num_kv_heads = shape.num_kv_heads
         self.window = spec.window[layer]
         self.rotates = layer not in spec.unrotated
+        self.columns = rope_columns(spec, layer)
         self.changes = (spec.norm_eps, spec.clip_qkv, shape.head_dim, spec.rotates_neighbours)
         self.scale = shape.head_dim**-0.5 if spec.attention_multiplier is None else spec.attention_multiplier
+        if spec.rope_by_window and not self.window:
+            self.scale *= spec.rope.full_factor**2
 
     def forward(
         self, x: torch.Tensor, channel: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -125,6 +134,8 @@ class Attention(nn.Module):
         """Outputs of this rank's heads: [T, heads * head_dim]."""
         if not self.rotates:
             cos, sin = cos[:, :0], sin[:, :0]
+        elif self.columns is not None:
+            cos, sin = cos[:, self.columns].contiguous(), sin[:, self.columns].contiguous()
         q_weight = None if self.q_norm is None else self.q_norm.weight
         k_weight = None if self.k_norm is None else self.k_norm.weight
         rotation = Rotation(cos, sin, q_weight, k_weight, *self.changes)
@@ -214,14 +225,15 @@ class ScaledNormedAdd(NormedAdd):
 class DecoderLayer(nn.Module):
     """x + scale * attention(norm(x)), then x + scale * mlp(norm(x)); scale: residual_multiplier.
 
-    With output norms, see `NormedAdd`.
+    With output norms, see `NormedAdd`; without input norms, norm(x) is x.
     """
 
     def __init__(self, spec: ModelSpec, layer: int, shard: ModelShard) -> None:
         super().__init__()
-        self.attention_norm = norm_of(spec.shape.hidden_size, spec)
+        self.attention_norm = norm_of(spec.shape.hidden_size, spec) if spec.input_norms else nn.Identity()
         self.attention = attention_of(spec, layer, shard)
-        self.mlp_norm = nn.Identity() if spec.dense_beside else norm_of(spec.shape.hidden_size, spec)
+        has_norm = spec.input_norms and not spec.dense_beside
+        self.mlp_norm = norm_of(spec.shape.hidden_size, spec) if has_norm else nn.Identity()
         self.mlp = mlp_of(spec, layer, shard)
         scale = spec.residual_multiplier
         add: Add = torch.add if scale == 1 else partial(torch.add, alpha=scale)

@@ -17,12 +17,13 @@ import torch
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.families import family_of
+from moe_lora.families.schema.config_json import text_config
 from moe_lora.kernels.quantised import Format, QuantisedOperand, dequantise, format_of, put
 
 READ = (
-    "mxfp4 experts of a family that is published so; fp8 in blocks (E4M3); compressed-tensors pack-quantized "
-    "with 4 or 8 bits and float-quantized; torchao's Int8Tensor, IntxUnpackedToInt8Tensor and Float8Tensor, "
-    "weights only"
+    "mxfp4 experts of a family that is published so; fp8 in blocks or static (E4M3); compressed-tensors "
+    "pack-quantized with 4 or 8 bits and float-quantized; torchao's Int8Tensor, IntxUnpackedToInt8Tensor and "
+    "Float8Tensor, weights only"
 )
 
 
@@ -122,7 +123,7 @@ def scheme_of(config: Mapping[str, Any], metadata: Callable[[], Mapping[str, str
 
     None: unquantised, or in the family's own format.  Raises ConfigError for unsupported schemes.
     """
-    section = config.get("quantization_config") or {}
+    section = text_config(config).get("quantization_config") or {}
     method = section.get("quant_method")
     if not section or (method is not None and method == family_of(config).own_format):
         return None
@@ -148,8 +149,20 @@ def _refusal(what: str) -> ConfigError:
 
 
 def _fp8(section: Mapping[str, Any]) -> Scheme:
-    """fp8 in blocks, of DeepSeek and Qwen3: X.weight and X.weight_scale_inv, a factor."""
+    """fp8 in blocks (DeepSeek, Qwen3) or a tensor (Ministral 3): X.weight and X.weight_scale_inv, a factor.
+
+    Inputs stay in the model's dtype: a static activation_scale has no effect.
+    """
     block: Any = section.get("weight_block_size")
+
+    def of_tensor(name: str, tensors: Container[str]) -> Reader:
+        return (name, f"{name}_scale_inv"), functools.partial(_of_floats, None)
+
+    def present(name: str, tensors: Container[str]) -> bool:
+        return f"{name}_scale_inv" in tensors
+
+    if block is None and section.get("activation_scheme") == "static":
+        return Scheme("fp8", present, of_tensor)
     if section.get("activation_scheme", "dynamic") != "dynamic":
         raise _refusal(f"quant_method='fp8' and activation_scheme={section['activation_scheme']!r}")
     if section.get("fmt", "e4m3") != "e4m3" or not _are_sizes(block, 2):
@@ -163,7 +176,7 @@ def _fp8(section: Mapping[str, Any]) -> Scheme:
 
     return Scheme(
         "fp8",
-        lambda name, tensors: f"{name}_scale_inv" in tensors,
+        present,
         lambda name, tensors: ((name, f"{name}_scale_inv"), make),
     )
 

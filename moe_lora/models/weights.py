@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
     from .random_weights import RandomCheckpoint
 
-RECOMPUTED = "rotary_emb.inv_freq"  # buffers of old checkpoints
+UNREAD = ("rotary_emb.inv_freq", ".activation_scale")  # buffers of old checkpoints, scales of inputs
 NUM_NAMED = 5
 logger = logging.getLogger(__name__)
 
@@ -260,8 +260,10 @@ def _weights(shape: ModelShape, place: Place, prefix: str) -> Iterator[Piece]:
         match place.form:
             case "matrix":
                 yield Piece(key, (*_expert(place), *rows))
+            case "fused" if place.transposed is None:
+                yield Piece(key, transform=partial(_by_shape, shape.site(place.site).in_features))
             case "fused" if place.interleaved or place.transposed:
-                transform = partial(_fused, stored, place.transposed)
+                transform = partial(_fused, stored, bool(place.transposed))
                 yield Piece(key, (slice(None), *rows) if rows else (), transform)
             case "fused":
                 yield Piece(key, is_stacked=True)
@@ -307,6 +309,11 @@ def _fused(stored: slice, transposed: bool, tensor: torch.Tensor) -> torch.Tenso
     return _transposed(tensor[..., stored]) if transposed else tensor[..., stored]
 
 
+def _by_shape(in_features: int, tensor: torch.Tensor) -> torch.Tensor:
+    """[E, out, in], or [E, in, out] transposed."""
+    return tensor if tensor.shape[-1] == in_features else _transposed(tensor)
+
+
 def _by_expert(num_experts: int, is_down: bool, stacked: torch.Tensor) -> torch.Tensor:
     """[E*F, H] -> [E, F, H], of down [E, H, F].  Other shapes stay, for the loader's error."""
     inner, rest = divmod(stacked.shape[0], num_experts)
@@ -325,17 +332,19 @@ def refuse_unexpected(spec: ModelSpec, checkpoint: Checkpoint | RandomCheckpoint
     A tied head may be there, equal to the embedding.
     """
     used = {key for pieces in weights.values() for piece in pieces for key in piece.keys}
-    left = [key for key in checkpoint if key not in used and not key.endswith(RECOMPUTED)]
-    head = family_named(spec.shape.family).head
+    left = [key for key in checkpoint if key not in used and not key.endswith(UNREAD)]
+    head = family_named(spec.shape.family).named_in(checkpoint).head
     if spec.tie_word_embeddings and head in left:
         one, other = checkpoint[head], checkpoint[weights["embedding"][0].key]
         if one.dtype == other.dtype and torch.equal(one, other):
             left.remove(head)
-    unexpected = sorted(key for key in left if not key.startswith(spec.unused))
+    plain = {key: key.replace("language_model.", "", 1) for key in left}
+    unexpected = sorted(key for key in left if not plain[key].startswith(spec.unused))
     if len(unexpected) < len(left):
+        kinds = [one for one in spec.unused if any(name.startswith(one) for name in plain.values())]
         logger.info(
             "%d tensors of the checkpoint are not read: multi-token prediction or vision (%s)",
-            *(len(left) - len(unexpected), ", ".join(spec.unused)),
+            *(len(left) - len(unexpected), ", ".join(kinds)),
         )
     if head in unexpected and spec.tie_word_embeddings:
         raise ConfigError(

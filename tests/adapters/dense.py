@@ -51,8 +51,9 @@ def peft_deltas(family: str, model_dir: Path, adapter: Path) -> Deltas:
     merged = model.double().merge_and_unload().state_dict()
     changed = {key: merged[key] - before[key] for key in before if not torch.equal(merged[key], before[key])}
     deltas: Deltas = {}
+    before = {key.replace("language_model.", "", 1): value for key, value in before.items()}
     for key, delta in changed.items():
-        _cut(family, key, delta, deltas, before)
+        _cut(family, key.replace("language_model.", "", 1), delta, deltas, before)
     return deltas
 
 
@@ -86,6 +87,12 @@ def _cut(family: str, key: str, delta: torch.Tensor, deltas: Deltas, before: dic
         deltas[_num_layers(before), module, 0] = delta if is_head else delta.T
         return
     layer = int(parts[2])
+    if "shared_mlp" in parts:
+        halves = (
+            zip(("gate", "up"), delta.chunk(2), strict=True) if "input_linear" in parts else [("down", delta)]
+        )
+        deltas |= {(layer, f"shared_{name}", 0): half for name, half in halves}
+        return
     leaf = parts[-2] if parts[-1] == "weight" else parts[-1]
     if leaf == "kv_b_proj":
         config = tiny_config(family)
@@ -99,7 +106,7 @@ def _cut(family: str, key: str, delta: torch.Tensor, deltas: Deltas, before: dic
             deltas[layer, "output_gate", 0] = delta
             return
         if leaf in ("gate_proj", "up_proj", "down_proj") and family in LATER_MOE:
-            kind = "shared_" if "shared_expert" in key or family == "gemma4" else "dense_"
+            kind = "shared_" if "shared_" in key or family == "gemma4" else "dense_"
         if family == "gemma4" and "self_attn" in parts:
             kind = "global_" if tiny_config(family).layer_types[layer] == "full_attention" else ""
         module = "delta_out" if "linear_attn.out_proj" in key else kind + _LEAVES[leaf]

@@ -24,23 +24,28 @@ from moe_lora.core.wrong_files import read_config
 from moe_lora.families import shape_of
 from tests.grids import with_quick
 
+from .wrapped import auto_class, wrapped_config
+
 FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt_oss", "dbrx")
 """Families that cover all pieces of the layers."""
 BESIDE_FAMILIES = ("qwen2_moe", "glm4_moe", "afmoe")
 """Families that cover the pieces beside experts: shared experts, dense layers, corrected gates; and of AFMoE
 the output gate, norms of outputs, and layers without rotation."""
-RECURRENT_FAMILIES = ("qwen3_next", "qwen3_5_moe")
+RECURRENT_MOE = ("qwen3_next", "qwen3_5_moe")
+RECURRENT_FAMILIES = (*RECURRENT_MOE, "qwen3_5")
 """Families with Gated DeltaNet layers."""
 LATENT_FAMILIES = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite")
 """Families with Multi-head Latent Attention."""
-LATER_MOE = (*BESIDE_FAMILIES, "ernie4_5_moe", *RECURRENT_FAMILIES, *LATENT_FAMILIES, "gemma4")
+NEWER_SHARED = ("dots1", "granitemoeshared")
+NEWER_DENSE = ("ministral3", "seed_oss", "smollm3", "ernie4_5", "glm4", "olmo2", "olmo3", "exaone4", "gemma3")
+LATER_MOE = (*BESIDE_FAMILIES, "ernie4_5_moe", *RECURRENT_MOE, *LATENT_FAMILIES, "gemma4", *NEWER_SHARED)
 FURTHER_MOE = ("olmoe", "granitemoe", "phimoe", "minimax_m2")
 FURTHER = ("qwen3", "mistral", "qwen2", "granite", "phi3", *FURTHER_MOE)
 """Families of other pieces: norms over all heads, multipliers, biases, fused matrices."""
-LATER_FAMILIES = (*FURTHER, *LATER_MOE)
+LATER_FAMILIES = (*FURTHER, *LATER_MOE, "qwen3_5", *NEWER_DENSE, "qwen3_vl_moe", "flex_olmo")
 ALL_FAMILIES = (*FAMILIES, *LATER_FAMILIES)
 MOE_FAMILIES = FAMILIES[1:]
-DENSE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2", "granite", "phi3")
+DENSE_FAMILIES = ("llama", "qwen3", "mistral", "qwen2", "granite", "phi3", "qwen3_5", *NEWER_DENSE)
 PER_EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "glm4_moe", "ernie4_5_moe", "olmoe", "minimax_m2", "afmoe")
 """Families with old adapters of one module per expert that peft converts: not Qwen2-MoE."""
 ALL_TARGETS = ("qkv", "o", "gate_up", "down")
@@ -50,6 +55,11 @@ VOCAB_SIZE, NUM_LAYERS, NUM_EXPERTS = 96, 2, 4
 
 _ATTENTION = {"qkv": ("q_proj", "k_proj", "v_proj"), "o": ("o_proj",)}
 _DENSE = {**_ATTENTION, "gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+_DELTA_MODULES = {
+    "delta_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "delta_ba": ("in_proj_b", "in_proj_a"),
+    "delta_out": ("linear_attn.out_proj",),
+}
 _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(DENSE_FAMILIES, _DENSE),
     "phi3": {
@@ -58,8 +68,17 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
         "gate_up": ("gate_up_proj",),
         "down": ("down_proj",),
     },
+    "glm4": {**_ATTENTION, "gate_up": ("gate_up_proj",), "down": ("down_proj",)},
     "mixtral": _ATTENTION,
+    "flex_olmo": _ATTENTION,
+    "dots1": _DENSE,
+    "granitemoeshared": {
+        **_ATTENTION,
+        "gate_up": ("shared_mlp.input_linear",),
+        "down": ("shared_mlp.output_linear",),
+    },
     "qwen3_moe": _ATTENTION,
+    "qwen3_vl_moe": _ATTENTION,
     "olmoe": _ATTENTION,
     "phimoe": _ATTENTION,
     "granitemoe": _ATTENTION,
@@ -82,13 +101,8 @@ _MODULES: dict[str, dict[str, tuple[str, ...]]] = {
         "delta_ba": ("in_proj_ba",),
         "delta_out": ("linear_attn.out_proj",),
     },
-    "qwen3_5_moe": {
-        **_DENSE,
-        "shared_gate": ("shared_expert_gate",),
-        "delta_qkvz": ("in_proj_qkv", "in_proj_z"),
-        "delta_ba": ("in_proj_b", "in_proj_a"),
-        "delta_out": ("linear_attn.out_proj",),
-    },
+    "qwen3_5_moe": {**_DENSE, "shared_gate": ("shared_expert_gate",), **_DELTA_MODULES},
+    "qwen3_5": {**_DENSE, **_DELTA_MODULES},
     **{
         family: {**_DENSE, "qkv": ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")}
         for family in LATENT_FAMILIES
@@ -101,6 +115,7 @@ _PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
     **{family: {} for family in DENSE_FAMILIES},
     "mixtral": {**_FUSED, "router": ("mlp.gate.weight",)},
     "qwen3_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
+    "qwen3_vl_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "qwen2_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
     "qwen3_next": {**_FUSED, "router": ("mlp.gate.weight",)},
     "qwen3_5_moe": {**_FUSED, "router": ("mlp.gate.weight",)},
@@ -113,6 +128,9 @@ _PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
     "gemma4": _FUSED,
     "phimoe": {**_FUSED, "router": ("mlp.router.weight",)},
     "granitemoe": {**_FUSED, "router": ("block_sparse_moe.router.weight",)},
+    "granitemoeshared": {**_FUSED, "router": ("block_sparse_moe.router.weight",)},
+    "dots1": {**_FUSED, "router": ("mlp.gate.weight",)},
+    "flex_olmo": {**_FUSED, "router": ("mlp.gate.weight",)},
     "gpt_oss": {**_FUSED, "router": ("mlp.router.weight",)},
     "dbrx": {"gate_up": ("mlp.w1", "mlp.v1"), "down": ("mlp.w2",)},
 }
@@ -201,6 +219,15 @@ def tiny_config(family: str, **changes: Any) -> Any:
         beside = {"shared_expert_intermediate_size": 20, "intermediate_size": 28, "mlp_only_layers": [1]}
         fields = {**common, **moe, **beside, "num_hidden_layers": 3}
         return transformers.Qwen2MoeConfig(**{**fields, **changes})
+    if family in NEWER_DENSE or family in NEWER_SHARED or family == "flex_olmo":
+        made, fields = _newer(family, common)
+        return made(**{**fields, **changes})
+    if family == "qwen3_vl_moe":
+        moe = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        return wrapped_config(family, {**common, **moe, **changes})
+    if family == "qwen3_5":
+        kinds = {"full_attention_interval": 2, "num_hidden_layers": 3, "partial_rotary_factor": 0.25}
+        return transformers.Qwen3_5TextConfig(**{**common, **kinds, **_DELTA, **changes})
     if family in RECURRENT_FAMILIES:
         moe = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         kinds = {"full_attention_interval": 2, "num_hidden_layers": 3, "partial_rotary_factor": 0.25}
@@ -274,6 +301,73 @@ def tiny_config(family: str, **changes: Any) -> Any:
     raise ValueError(f"family={family!r} is unknown; choose one of {', '.join(ALL_FAMILIES)}")
 
 
+def _newer(family: str, common: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """transformers' class of the config, and its fields."""
+    import transformers
+
+    by_layer = {"num_hidden_layers": 3, "sliding_window": 16}
+    no_heads, moe = _without_head_dim(common), {"num_experts_per_tok": 2}
+    scaled = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 128, "truncate": True}
+    return {
+        "ministral3": (transformers.Ministral3Config, {**common, "rope_parameters": {**_YARN, **scaled}}),
+        "seed_oss": (transformers.SeedOssConfig, common),
+        "smollm3": (
+            transformers.SmolLM3Config,
+            {
+                **no_heads,
+                **by_layer,
+                "no_rope_layer_interval": 2,
+                "use_sliding_window": True,
+                "pad_token_id": 0,
+            },
+        ),
+        "ernie4_5": (transformers.Ernie4_5Config, {**common, "use_bias": True}),
+        "glm4": (transformers.Glm4Config, {**common, "pad_token_id": 0}),
+        "olmo2": (transformers.Olmo2Config, no_heads),
+        "olmo3": (
+            transformers.Olmo3Config,
+            {
+                **{**no_heads, **by_layer, "layer_types": ["sliding_attention", *["full_attention"] * 2]},
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                    "full_attention": dict(_YARN),
+                },
+            },
+        ),
+        "gemma3": (
+            transformers.Gemma3TextConfig,
+            {
+                **{**common, **by_layer, "layer_types": ["sliding_attention", *["full_attention"] * 2]},
+                **{"query_pre_attn_scalar": 20, "final_logit_softcapping": 3.0, "pad_token_id": 0},
+            },
+        ),
+        "exaone4": (transformers.Exaone4Config, {**common, **by_layer, "sliding_window_pattern": 2}),
+        "dots1": (
+            transformers.Dots1Config,
+            {
+                **{**common, **by_layer, **moe, "max_window_layers": 2, "moe_intermediate_size": 24},
+                **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
+                **{"n_shared_experts": 2, "first_k_dense_replace": 1, "intermediate_size": 28},
+                "routed_scaling_factor": 1.7,
+            },
+        ),
+        "granitemoeshared": (
+            transformers.GraniteMoeSharedConfig,
+            {
+                **no_heads,
+                **moe,
+                **MULTIPLIERS,
+                "num_local_experts": NUM_EXPERTS,
+                "shared_intermediate_size": 20,
+            },
+        ),
+        "flex_olmo": (
+            transformers.FlexOlmoConfig,
+            {**no_heads, **moe, "num_experts": NUM_EXPERTS, "pad_token_id": 0},
+        ),
+    }[family]
+
+
 def _latent_fields(common: dict[str, Any]) -> dict[str, Any]:
     """Heads of 12 + 6 for q and k and of 10 for v, over latents of 20 and 14."""
     fields = {**_without_head_dim(common), "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -319,9 +413,14 @@ def make_checkpoint(
     family: str, path: Path | str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> Path:
     """Write a random checkpoint (config.json, safetensors) as transformers saves it; returns the folder."""
-    from transformers import AutoModelForCausalLM
+    return save_random(family, tiny_config(family, **changes), path, seed, dtype)
 
-    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes)).to(dtype)
+
+def save_random(
+    family: str, config: Any, path: Path | str, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Path:
+    """As `make_checkpoint`, of a given transformers config."""
+    model = auto_class(config).from_config(config).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         named = dict(model.named_parameters())
@@ -365,11 +464,13 @@ def load_model(model_dir: Path | str, dtype: torch.dtype = torch.float32) -> Any
 @lru_cache(maxsize=32)
 def _loaded(model_dir: str, dtype: torch.dtype, files: tuple[tuple[Any, ...], ...]) -> Any:
     """The checkpoint's model; a copy of a loaded model takes a fraction of another load."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    return AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
+    return (
+        auto_class(AutoConfig.from_pretrained(model_dir))
+        .from_pretrained(model_dir, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
+        .eval()
+    )
 
 
 def make_adapter(

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from moe_lora import LLM, SamplingParams
 from moe_lora.core.errors import ConfigError
@@ -14,7 +16,8 @@ from moe_lora.core.wrong_files import read_config
 from moe_lora.engine.text.tokenizer_files import read_eos_token_ids
 from moe_lora.families import cut_to, shape_of
 from moe_lora.models.loader import load_model
-from tests.families import make_adapter, make_checkpoint, tiny_config
+from tests.families import DENSE_FAMILIES, make_adapter, make_checkpoint, save_random, tiny_config
+from tests.families.wrapped import LANGUAGE_MODELS, wrapped_language_model
 from tests.oracle import greedy_reference
 
 FAMILY = "qwen3_5_moe"
@@ -124,3 +127,121 @@ def test_vision_weights_of_gemma_4_are_skipped_with_a_word(tmp_path, caplog):
     with LLM(tmp_path / "whole", adapters={"a": str(adapter)}, dtype="float32", eager=True) as llm:
         answer = llm.generate([[5, 9, 60, 4]], ["a"], GREEDY)[0].token_ids
     assert answer == greedy_reference(tmp_path / "whole", adapter, [[5, 9, 60, 4]], 12, [answer]).tokens[0]
+
+
+SEEDS = dict.fromkeys(LANGUAGE_MODELS, 0)
+
+
+@pytest.fixture(scope="module")
+def wrapped(tmp_path_factory):
+    """kind -> the multimodal checkpoint, and an adapter of attention, MLP, experts and gate."""
+    known = {}
+
+    def make(kind):
+        if kind not in known:
+            folder, family = tmp_path_factory.mktemp(kind), LANGUAGE_MODELS[kind]
+            config = wrapped_language_model(kind, tiny_config(family).to_dict())
+            base = save_random(family, config, folder / "base", SEEDS[kind])
+            if kind == "kimi_k25":  # released names; transformers writes blocks
+                file = base / "model.safetensors"
+                _rename(file, {r"model\.blocks": "model.layers"}, file)
+            leaves = "[qkvo]_proj|kv_b_proj|q_a_proj|kv_a_proj_with_mqa"
+            if kind != "qwen3_omni_moe":  # no such modules
+                leaves += "|gate_proj|up_proj|down_proj"
+            chosen = {
+                "target_modules": rf".*\.(?:{leaves})",
+                "exclude_modules": ".*(?:visual|vision|audio).*",
+            }
+            experts = () if family in DENSE_FAMILIES else ("gate_up", "down", "router")
+            adapter = make_adapter(family, base, folder / "a", 4, experts, **chosen)
+            known[kind] = base, adapter
+        return known[kind]
+
+    return make
+
+
+def _rename(file, names, to):
+    tensors = load_file(file)
+    for old, new in names.items():
+        tensors = {re.sub(old, new, key): tensor for key, tensor in tensors.items()}
+    save_file(tensors, to, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("kind", LANGUAGE_MODELS)
+def test_a_wrapped_language_model_answers_as_transformers_and_peft_do(kind, wrapped, caplog):
+    base, adapter = wrapped(kind)
+    prompts, names = [[5, 9, 60, 4, 33], [17, 3, 3, 40], list(range(7, 40))], ["a", None, "a"]
+    with (
+        caplog.at_level("INFO"),
+        LLM(
+            *(base,),
+            adapters={"a": str(adapter)},
+            dtype="float32",
+            eager=True,
+            max_num_batched_tokens=9,
+            max_num_seqs=4,
+        ) as llm,
+    ):
+        found = llm.generate(prompts, names, GREEDY)
+        again = llm.generate(prompts, names, GREEDY)
+        assert llm.stats().prefix_hit_tokens > 0
+    assert "are not read: multi-token prediction or vision" in caplog.text
+    assert [one.token_ids for one in again] == [one.token_ids for one in found]
+    for prompt, name, completion in zip(prompts, names, found, strict=True):
+        expected = greedy_reference(base, name and adapter, [prompt], 12, [completion.token_ids])
+        expected.check_margins()
+        assert completion.token_ids == expected.tokens[0]
+
+
+ORDERS = {
+    "the text model first": (
+        "glm4v_moe",
+        {r"^model\.language_model": "language_model.model", "^lm_head": "language_model.lm_head"},
+    ),
+    "the wrapper first": (
+        "mistral3",
+        {r"^language_model\.model": "model.language_model", r"^language_model\.lm_head": "lm_head"},
+    ),
+    "a whole omni model": ("qwen3_omni_moe", {"^": "thinker."}),
+}
+"""A multimodal model_type, and other names of its tensors."""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_each_order_of_names_has_the_same_weights(order, wrapped, tmp_path):
+    kind, names = ORDERS[order]
+    base, _ = wrapped(kind)
+    config = read_config(base)
+    if order == "a whole omni model":
+        config = {"model_type": kind, "thinker_config": config}
+    _rename(base / "model.safetensors", names, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert shape_of(config) == shape_of(read_config(base))
+    expected = dict(load_model(base, torch.float32, torch.device("cpu")).named_parameters())
+    for name, weight in load_model(tmp_path, torch.float32, torch.device("cpu")).named_parameters():
+        assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "qwen3_omni_moe"])
+def test_an_adapter_of_the_text_model_alone_answers_as_that_of_the_whole(kind, wrapped, tmp_path):
+    base, whole = wrapped(kind)
+    (tmp_path / "a").mkdir()
+    fields = json.loads((whole / "adapter_config.json").read_text())
+    name = "adapter_model.safetensors"
+    _rename(whole / name, {r"\.language_model": ""}, tmp_path / "a" / name)
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(fields))
+    with LLM(base, adapters={"w": str(whole), "a": str(tmp_path / "a")}, dtype="float32", eager=True) as llm:
+        one, other = llm.generate([[5, 9, 60, 4, 33]] * 2, ["w", "a"], GREEDY)
+    assert one.token_ids == other.token_ids
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "mistral3", "text_config": {"model_type": "mamba"}}, "model_type='mamba'"),
+        ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "model_type='llava'"),
+    ],
+)
+def test_an_unknown_wrapper_or_language_model_is_refused_by_name(config, message):
+    with pytest.raises(ConfigError, match=message):
+        shape_of(config)

@@ -293,7 +293,10 @@ def test_option_computes_what_transformers_does(name, tmp_path):
 
 
 def config_of(family, **changes):
-    return {**tiny_config(family).to_dict(), **changes}
+    whole = tiny_config(family).to_dict()
+    if "text_config" in whole:
+        return {**whole, "text_config": {**whole["text_config"], **changes}}
+    return {**whole, **changes}
 
 
 REFUSED = [

@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import transformers
 
 from moe_lora.core.attention_shapes import LATENT_SITES
 from moe_lora.core.errors import ConfigError
 from moe_lora.families import FAMILIES, family_named, family_of, model_spec, shape_of
 from moe_lora.families.schema.family import of_all_experts
 from tests.families import ALL_FAMILIES, tiny_config
+from tests.families.wrapped import auto_class
 
 MAX_LINES = 120
 CHOSEN = {("q", 0), ("q_a", 0), ("q_b", 0), *(("global_qkv", module) for module in range(3))}
@@ -35,7 +35,7 @@ def test_tests_know_every_family() -> None:
 def test_names_are_those_of_transformers(family: str) -> None:
     config = tiny_config(family)
     assert config.model_type.removesuffix("_text") == family
-    architecture = transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__
+    architecture = auto_class(config)._model_mapping[type(config)].__name__
     assert family_of({"architectures": [architecture]}) is family_of({"model_type": family})
 
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moe_lora.config.weight_format import weight_format
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.wrong_files import read_config
 from moe_lora.models.checkpoint import SINGLE_NAME, Checkpoint
 from moe_lora.models.loader import load_model
 from moe_lora.models.quantised_weight import QuantisedWeight, quantisation_of
@@ -143,6 +145,30 @@ def test_zero_points_of_older_files_are_whole_bytes(bits, base, tmp_path, monkey
     assert len(weights) == 8
     for name, weight in weights.items():
         assert torch.equal(weight.dequantised(), expected[name]), name
+
+
+def test_static_fp8_of_a_multimodal_checkpoint_is_read(base, tmp_path):  # noqa: F811
+    """As Ministral 3 is published; the scale of the inputs has no effect."""
+    stored, plain = stored_pair(base("llama")[0], "fp8", tmp_path)
+    tensors, meant = load_file(stored / SINGLE_NAME), load_file(plain / SINGLE_NAME)
+    for key in [key for key in tensors if key.endswith("_scale_inv")]:
+        weight = key.removesuffix("_scale_inv")
+        tensors[key] = tensors[key][0, 0].clone()
+        meant[weight] = tensors[weight].float() * tensors[key]
+        tensors[weight.replace("weight", "activation_scale")] = torch.tensor(0.5)
+    tensors = {f"language_model.{key}": tensor for key, tensor in tensors.items()}
+    save_file({**tensors, "vision_tower.patch.weight": torch.ones(1)}, stored / SINGLE_NAME)
+    save_file(meant, plain / SINGLE_NAME)
+    section = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    text = {**read_config(plain), "quantization_config": section}
+    whole = {"model_type": "mistral3", "text_config": text, "vision_config": {}}
+    (stored / "config.json").write_text(json.dumps(whole))
+    expected = dict(load_model(plain, torch.float32, CPU).named_parameters())
+    weights = held(load_model(stored, torch.float32, CPU))
+    assert len(weights) == 8
+    for name, weight in weights.items():
+        assert torch.equal(weight.dequantised(), expected[name]), name
+    assert weight_format(whole).name == "fp8"
 
 
 def test_asymmetric_weight_without_zero_points_is_refused(base, tmp_path):  # noqa: F811

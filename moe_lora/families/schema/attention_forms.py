@@ -207,3 +207,19 @@ def rope_of_heads(config: ConfigJson, head_dim: int) -> RopeSpec:
     return rope_by_kind(
         config, {kind: (size, _ROPE[kind]) for kind, size in zip(_WINDOWS, sizes, strict=True)}
     )
+
+
+def rope_by_window(config: ConfigJson, theta: float, local: float | None = None) -> Mapping[str, Any]:
+    """Fields of `ModelSpec`: frequencies of the sliding layers, then of the full layers.
+
+    theta: of a config without rope_theta.  local: base of the sliding layers without rope_parameters; None:
+    that of the full layers.  rope_scaling is of the full layers.
+    """
+    if config.section("rope_parameters"):
+        config.require({"rope_scaling": ()})
+    size = config.size("head_dim", default=config.size("hidden_size") // config.size("num_attention_heads"))
+    base = config.number("rope_theta", default=theta, above=1.0)
+    scaling = config.get("rope_scaling", default={})
+    sections = ({"rope_theta": local or base}, {**scaling, "rope_theta": base})
+    kinds = {kind: (size, section) for kind, section in zip(_WINDOWS, sections, strict=True)}
+    return {"rope": rope_by_kind(config, kinds), "rope_by_window": True}

@@ -13,6 +13,18 @@ LARGEST = 1e30
 """Limit of numbers, so that no formula overflows."""
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's keys of a multimodal config.json.  tie_word_embeddings is of the whole model."""
+    thinker = config.get("thinker_config")
+    whole = {**config, **thinker} if isinstance(thinker, Mapping) else config
+    part = whole.get("text_config")
+    if not isinstance(part, Mapping):
+        return whole
+    beside = {key: value for key, value in whole.items() if key not in ("text_config", "thinker_config")}
+    tied = {key: value for key, value in beside.items() if key == "tie_word_embeddings"}
+    return {**beside, **part, **tied}
+
+
 class ConfigJson:
     """A config.json.  A dot in a key reads a section, and null counts as absent.
 

@@ -13,12 +13,25 @@ from typing import Any, Literal
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
 
-from .config_json import ConfigJson
+from .config_json import ConfigJson, text_config
 from .rope import RopeSpec, context_of, rope_spec
 
 Form = Literal["matrix", "fused", "rows", "mxfp4", "stacked", "heads"]
+NAME_ORDERS = (("model.language_model.", ""), ("language_model.model.", "language_model."))
+"""Of multimodal checkpoints: in place of `model.` and before the head's name."""
+THINKER = ("thinker.model.", "thinker.")
+"""The same of Qwen3-Omni."""
+_BESIDE_TEXT = (
+    *("visual", "vision_tower", "audio_tower", "embed_vision", "embed_audio"),
+    *("multi_modal_projector", "mm_projector"),
+)
 LARGEST = {"num_layers": 10_000, "head_dim": 65_536}
 """Limits, since lists have these lengths."""
+BESIDE_TEXT = (
+    *("talker.", "code2wav."),
+    *(f"{front}{part}." for front in ("", "model.", "thinker.") for part in _BESIDE_TEXT),
+)
+"""Beginnings of tensors of images and sound."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -29,8 +42,9 @@ class ModelSpec:
     qk_norm: RMS norms of each head of q and k.  full_qk_norm: of all heads of q, and of k, together.
     attention_bias: of q, k, v and o.  qkv_bias: of q, k and v.  clip_qkv: q, k and v are clamped to +- this
     value.  rotates_neighbours: rotation turns pairs of neighbours, not of halves.  window: per layer in
-    tokens; 0: full.  unrotated: layers without rotary embedding.  output_norms: of attention and MLP, before
-    the residual add.
+    tokens; 0: full.  unrotated: layers without rotary embedding.  rope_by_window: frequencies of layers with
+    a window first, then of full layers.  input_norms: before attention and MLP.  output_norms: of attention
+    and MLP, before the residual add.
 
     gate: "softmax_topk" takes the top k of the softmax over all experts, "topk_softmax" the softmax over the
     top k logits, "sigmoid_topk" the top k of the sigmoids.  gate_norm: p of the p-norm dividing the chosen
@@ -62,6 +76,8 @@ class ModelSpec:
     clip_qkv: float | None = None
     rotates_neighbours: bool = False
     unrotated: tuple[int, ...] = ()
+    rope_by_window: bool = False
+    input_norms: bool = True
     output_norms: bool = False
     gate: Literal["softmax_topk", "topk_softmax", "sigmoid_topk", "sparsemixer"] = "softmax_topk"
     gate_jitter: float = 0.0
@@ -97,9 +113,9 @@ class Place:
     3-D parameter of all experts [E, out, in].  "rows", a 2-D parameter [E * F, H], down transposed.  "mxfp4",
     blocks and scales of a fused parameter.  "stacked", LoRA tensors [E or 1, ...] of linear layers of all
     experts.  "heads", kv_b_proj of latent attention: two sites with a copy for each head.  interleaved: gate
-    and up alternate in the outputs.  transposed: [E, in, out].  optional_linear: a linear layer in older
-    transformers only.  is_split: True in an adapter's second form alone (Unsloth's linear experts, older
-    names), False in the first alone; None in both.
+    and up alternate in the outputs.  transposed: [E, in, out]; None: by shape.  optional_linear: a linear
+    layer in older transformers only.  is_split: True in an adapter's second form alone (Unsloth's linear
+    experts, older names), False in the first alone; None in both.
     """
 
     path: str
@@ -109,7 +125,7 @@ class Place:
     form: Form = "matrix"
     expert: int | None = None
     interleaved: bool = False
-    transposed: bool = False
+    transposed: bool | None = False
     optional_linear: bool = False
     is_split: bool | None = None
 
@@ -163,6 +179,11 @@ FULL_QK_NORMS: Mapping[str, str] = {
     "attention.qkv.q_norm.weight": "self_attn.q_norm.weight",
     "attention.qkv.k_norm.weight": "self_attn.k_norm.weight",
 }
+OUTPUT_NORMS: Mapping[str, str] = {
+    "add_attention.norm.weight": "post_attention_layernorm.weight",
+    "add_mlp.norm.weight": "post_feedforward_layernorm.weight",
+}
+"""Norms of layers without input norms."""
 ATTENTION = (
     *(Place(path=f"self_attn.{name}_proj", site="qkv", modules=(i,)) for i, name in enumerate("qkv")),
     Place(path="self_attn.o_proj", site="o"),
@@ -271,21 +292,20 @@ def stepped_experts(config: ConfigJson, num_layers: int, shared_size: int) -> Ma
 class Family:
     """One model family; docs/guides/families.md explains the main fields.
 
-    sizes: fields of `ModelShape` and keys; without num_experts, a dense family.  unstated: of a config
-    without the keys, if other than all heads and hidden / heads.  theta, theta_keys, rope: of a config
-    without rope_parameters, if `layers` gives no rope.  rotary_factor: rotated share of head_dim, of a config
-    without partial_rotary_factor, or a function (config, head_dim); None: all.  norm_eps: of a config without
-    rms_norm_eps.  stack: prefix of the layers.  tensors: parameters without a site; older_tensors: names in
-    older files.  attention: places of both checkpoints and adapters.  mlp: the last form is the default.
-    adapted: other places of LoRA pairs; places of one path are in the order of PEFT's nesting.  older_path:
-    start of the adapted paths, and in older files.  own_format: quant_method of checkpoints with `mlp`'s
-    tensors.  experts_stay: quantisers of linear layers leave the experts.  wrapper: segment of names in
-    multimodal checkpoints; text_config of config.json then has the sizes.
+    defaults: values of a config without the keys.  sizes: fields of `ModelShape` and keys; without
+    num_experts, a dense family.  theta, theta_keys, rope: of a config without rope_parameters, if `layers`
+    gives no rope.  rotary_factor: rotated share of head_dim, of a config without partial_rotary_factor, or a
+    function (config, head_dim); None: all.  norm_eps: of a config without rms_norm_eps.  stack: prefix of the
+    layers.  tensors: parameters without a site; older_tensors: names in older files.  attention: places of
+    both checkpoints and adapters.  mlp: the last form is the default.  adapted: other places of LoRA pairs;
+    places of one path are in the order of PEFT's nesting.  older_path: start of the adapted paths, and in
+    older files.  own_format: quant_method of checkpoints with `mlp`'s tensors.  experts_stay: quantisers of
+    linear layers leave the experts.
     """
 
     title: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SIZES)
-    unstated: Mapping[str, int] = field(default_factory=dict)
     fused_qkv: bool = False
     fused_gate_up: bool = False
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -312,35 +332,25 @@ class Family:
     older_path: tuple[str, str] | None = None
     own_format: str | None = None
     experts_stay: bool = False
-    wrapper: str = ""
     tool_format: str = ""
-
-    def text(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The language model's config.json."""
-        part = config.get("text_config") if self.wrapper else None
-        if not isinstance(part, Mapping):
-            return config
-        return {**{key: value for key, value in config.items() if key != "text_config"}, **part}
 
     def named_in(self, checkpoint: Container[str]) -> Family:
         """The family with its names in the checkpoint: multimodal or not."""
-
-        def wrapped(name: str) -> str:
-            return name.replace("model.", f"model.{self.wrapper}.", 1)
-
-        if not self.wrapper or wrapped(self.embedding) not in checkpoint:
-            return self
-        embedding, norm, stack = map(wrapped, (self.embedding, self.norm, self.stack))
-        return replace(self, embedding=embedding, norm=norm, stack=stack)
+        for text, front in (*NAME_ORDERS, THINKER):
+            embedding, norm, stack = (
+                name.replace("model.", text, 1) for name in (self.embedding, self.norm, self.stack)
+            )
+            if embedding in checkpoint:
+                return replace(self, embedding=embedding, norm=norm, stack=stack, head=front + self.head)
+        return self
 
     def shape(self, name: str, config: Mapping[str, Any]) -> ModelShape:
         """Sizes of the model."""
-        found = ConfigJson(self.text(config))
+        found = ConfigJson({**self.defaults, **text_config(config)})
         found.require({"hidden_act": ("silu", "swish"), "is_causal": (True,), **self.supported})
         hidden = found.size(*self.sizes["hidden_size"])
         heads = found.size(*self.sizes["num_heads"])
         defaults = {"num_kv_heads": heads, "head_dim": hidden // heads}
-        defaults |= {size: n for size, n in self.unstated.items() if not found.states(self.sizes[size][0])}
         sizes: dict[str, Any] = {
             size: found.size(*keys, default=defaults[size]) if size in defaults else found.size(*keys)
             for size, keys in self.sizes.items()
@@ -363,13 +373,15 @@ class Family:
 
     def spec(self, shape: ModelShape, config: Mapping[str, Any]) -> ModelSpec:
         """Layers of the model."""
-        found = ConfigJson(self.text(config))
-        fields = {
+        found = ConfigJson({**self.defaults, **text_config(config)})
+        fields: dict[str, Any] = {
             "norm_eps": found.number("rms_norm_eps", default=self.norm_eps),
             "window": self.windows(found, shape.num_layers),
             "tie_word_embeddings": found.flag("tie_word_embeddings"),
             **self.layers(found),
         }
+        if not config.keys().isdisjoint(("text_config", "vision_config", "thinker_config")):
+            fields["unused"] = (*fields.get("unused", ()), *BESIDE_TEXT)
         if "rope" in fields:
             return ModelSpec(shape=shape, **fields)
         factor = self.rotary_factor
@@ -381,7 +393,7 @@ class Family:
 
     def cut(self, config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         """The config.json with the first layers only.  Raises ConfigError for too few."""
-        keys, config = self.sizes["num_layers"], self.text(config)
+        keys, config = self.sizes["num_layers"], text_config(config)
         known = ConfigJson(config).size(*keys)
         if num_layers > known:
             raise ConfigError(

@@ -22,10 +22,14 @@ LONGROPE = ("longrope", "su")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """Inverse frequencies [rotated dims / 2], and the factor on cos and sin (YaRN)."""
+    """Inverse frequencies [rotated dims / 2], and the factor on cos and sin (YaRN).
+
+    full_factor: the same of full layers beside layers with a window.
+    """
 
     inverse_frequencies: tuple[float, ...]
     attention_factor: float = 1.0
+    full_factor: float = 1.0
 
 
 def rope_spec(
@@ -54,6 +58,7 @@ def rope_by_kind(config: ConfigJson, kinds: Mapping[str, tuple[int, Mapping[str,
     kinds: head_dim, and the section of a config without rope_parameters.
     """
     frequencies: list[float] = []
+    factor = 1.0
     for kind, (head_dim, default) in kinds.items():
         section = ConfigJson(default, "rope_parameters")
         if config.section("rope_parameters"):
@@ -65,10 +70,11 @@ def rope_by_kind(config: ConfigJson, kinds: Mapping[str, tuple[int, Mapping[str,
             frequencies += _proportional(section, head_dim)
             continue
         found = _rope(config, section, head_dim, (), 1e4, None)
-        if found.attention_factor != 1:
+        if found.attention_factor != 1 and kind != "full_attention":
             raise section.refusal("rope_type", name, "is not supported per kind of layer")
+        factor = found.attention_factor
         frequencies += found.inverse_frequencies
-    return RopeSpec(inverse_frequencies=tuple(frequencies))
+    return RopeSpec(inverse_frequencies=tuple(frequencies), full_factor=factor)
 
 
 def _rope(
@@ -89,7 +95,7 @@ def _rope(
     if kind == "dynamic":  # scales beyond the model's context only
         section.require({"alpha": ()})
         section.number("factor")
-    if kind in ("default", "dynamic"):
+    if kind in ("default", "dynamic", "mrope"):  # positions of text make mrope plain
         return RopeSpec(inverse_frequencies=tuple(plain))
     if kind in LONGROPE:
         return _longrope(plain, section, config)
@@ -131,9 +137,13 @@ def _proportional(section: ConfigJson, head_dim: int) -> tuple[float, ...]:
 
 
 def context_of(config: ConfigJson, max_position: int, default: Mapping[str, Any]) -> int:
-    """Positions with one set of frequencies.  LongRoPE has a second set beyond its original context."""
+    """Positions with one set of frequencies, and unscaled queries.
+
+    LongRoPE has a second set beyond its original context; llama_4_scaling_beta scales queries there.
+    """
     section = _section(config, default)
-    if section.get(*TYPE_KEYS, default="default") not in LONGROPE:
+    is_scaled = section.get("llama_4_scaling_beta", default=0)
+    if section.get(*TYPE_KEYS, default="default") not in LONGROPE and not is_scaled:
         return max_position
     return min(max_position, int(_original_context(section, config)))
 

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""dots.llm1: leading dense layers, shared experts, corrected sigmoid gates, windows by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .schema.config_json import ConfigJson
+from .schema.family import QK_NORMS, SIZES, TENSORS, Family, linear_mlp, windows_by_type
+from .schema.routed import CORRECTION, ROUTED_SIZES, corrected_gate, leading_dense
+
+
+def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
+    default = 0 if config.states("sliding_window") else 4096
+    window = config.size("sliding_window", default=default, least=0)
+    num_full = min(config.size("max_window_layers", default=62, least=0), num_layers)
+    kinds = ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
+    return windows_by_type(config, window, kinds)
+
+
+def _layers(config: ConfigJson) -> Mapping[str, Any]:
+    return {
+        "qk_norm": True,
+        "attention_bias": config.flag("attention_bias"),
+        **corrected_gate(config, 1.0),
+        "gate_norm": 1.0 if config.flag("norm_topk_prob") else None,
+    }
+
+
+def _beside(config: ConfigJson, num_layers: int) -> Mapping[str, Any]:
+    return leading_dense(config, num_layers, num_dense=0, num_shared=0)
+
+
+FAMILY = Family(
+    title="dots.llm1",
+    tool_format="hermes",
+    sizes={**SIZES, **ROUTED_SIZES},
+    layers=_layers,
+    windows=_windows,
+    beside_experts=_beside,
+    tensors={**TENSORS, **QK_NORMS, **CORRECTION},
+    beside=(*linear_mlp("mlp.shared_experts", kind="shared_"), *linear_mlp("mlp", kind="dense_")),
+)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EXAONE 4.0: dense layers, norms after attention and MLP alone; full layers beside windows don't rotate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .schema.config_json import ConfigJson
+from .schema.family import DENSE_MLP, OUTPUT_NORMS, QK_NORMS, Family, windows_by_type
+
+
+def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
+    default = 0 if config.states("sliding_window") else 4096
+    if not (window := config.size("sliding_window", default=default, least=0)):
+        return (0,) * num_layers
+    listed = config.get("layer_types", default=None) is not None
+    step = 1 if listed else config.size("sliding_window_pattern", default=4)
+    kinds = ["sliding_attention" if (i + 1) % step else "full_attention" for i in range(num_layers)]
+    return windows_by_type(config, window, kinds)
+
+
+def _layers(config: ConfigJson) -> Mapping[str, Any]:
+    windows = _windows(config, config.size("num_hidden_layers"))
+    has_windows = config.get("sliding_window", default=None) or not config.states("sliding_window")
+    return {
+        "unrotated": tuple(i for i, window in enumerate(windows) if not window) if has_windows else (),
+        "qk_norm": True,
+        "input_norms": False,
+        "output_norms": True,
+    }
+
+
+FAMILY = Family(
+    title="EXAONE 4.0",
+    tool_format="hermes",
+    layers=_layers,
+    windows=_windows,
+    norm_eps=1e-5,
+    tensors={**OUTPUT_NORMS, **QK_NORMS},
+    mlp=(DENSE_MLP,),
+    adapted=DENSE_MLP,
+)
