@@ -57,8 +57,8 @@ def two_kills() -> str:
 
 def elastic() -> str:
     """Requests of each phase over all runs; medians (worst) of TTFT P95, beside the first phase."""
-    runs = [one["result"]["phases"] for one in records("elastic.jsonl")]
-    rows = []
+    found = records("elastic.jsonl")
+    runs, rows = [one["result"]["phases"] for one in found], []
     for name in runs[0]:
         here = [phases[name] for phases in runs]
         ratios = [phases[name]["ttft_p95_s"] / phases["two"]["ttft_p95_s"] for phases in runs]
@@ -70,7 +70,10 @@ def elastic() -> str:
                 _worst(ratios, "", 2),
             )
         )
-    return table((f"{len(runs)} runs", "requests", "failed", "TTFT P95", "of the P95 at two"), rows)
+    load = _range([one["result"]["load_1_min"] for one in found])
+    return table(
+        (f"{len(runs)} runs, load {load}", "requests", "failed", "TTFT P95", "of the P95 at two"), rows
+    )
 
 
 def cluster() -> str:
