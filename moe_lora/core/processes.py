@@ -176,9 +176,9 @@ LOWEST = 19
 
 
 def set_priority(pid: int, added: int) -> None:
-    """Set the nice value of a child's session: this process's and `added`.
+    """Set a child session's nice value: this process's and `added`.
 
-    No effect without the right to lower the value again, and between sessions with autogroups of the kernel.
+    No effect without the right to lower the value again, and between autogroups of the kernel.
     """
     if _may_lower():
         nice = min(LOWEST, os.getpriority(os.PRIO_PROCESS, 0) + added)

@@ -61,7 +61,7 @@ class LocalScaling:
         self._number = cluster.engine.num_instances
 
     async def _scale(self, number: int, limit_s: float) -> None:
-        """See `InstanceControl.scale_instances`.  A failed start leaves the former number."""
+        """See `scale_instances`.  A failed start leaves the former number."""
         _check_number(self._cluster, number)
         before = self._number
         if number < before:
@@ -100,7 +100,7 @@ class LocalScaling:
 async def by_load(
     cluster: ClusterConfig, served: ControlledFleet, metrics: Callable[[EngineStats], str]
 ) -> AsyncIterator[None]:
-    """Change the number of instances by the load meanwhile.  metrics: Prometheus text."""
+    """Meanwhile the load changes the number.  metrics: Prometheus text."""
     assert cluster.scaling is not None
     control = served.controller.instances
     assert control is not None
