@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +13,9 @@ from moe_lora.config import EngineConfig, FrontEndConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.config.optional_parts import PoolConfig, ScalingConfig
 from moe_lora.core.errors import ConfigError, EngineDeadError
-from moe_lora.core.request import GenerateRequest, SamplingParams
+from moe_lora.core.request import FleetStats, GenerateRequest, InstanceStats, SamplingParams
 from moe_lora.dist.cluster.controller import instance_control
+from moe_lora.dist.cluster.controller.cluster_state import Figures
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.launch import cluster_file, host_roles, local_scaling
 from moe_lora.dist.launch.local import local_instances
@@ -120,27 +122,44 @@ def test_a_failed_start_leaves_the_former_number(monkeypatch):
 
 
 class Decided:
-    """A rule that wants this number."""
+    """A rule that wants the most instances."""
 
     def __init__(self, config: ScalingConfig, max_num_seqs: int) -> None:
         self.config, self.reason = replace(config, interval_s=1), "a test"
 
     def decide(self, now_s: float, load: FleetLoad | None, fleet: Fleet) -> int:
-        assert load is not None
-        assert load.running == 0
+        assert load == FleetLoad(waiting=0, running=3)
+        assert fleet == Fleet(number=1, starting=["gone"])
         return self.config.max_instances
 
 
 def test_the_number_follows_the_rule_by_the_metrics(monkeypatch):
     monkeypatch.setattr(local_scaling, "ScalingRule", Decided)
+    metrics = Metrics(CLUSTER, SimpleNamespace(link=None, figures=Figures()))
+    control = instance_control.InstanceControl(InstanceRegistry(()), drain_s=1.0)
+    gone = InstanceStats(
+        **{"index": 0, "name": "gone", "live": False, "kv_usage": 0.0},
+        **dict.fromkeys(
+            ("num_running", "num_waiting", "outstanding_tokens", "num_restarts", "num_resent"), 0
+        ),
+    )
+
+    async def stats() -> FleetStats:
+        return FleetStats(instances=(gone,), num_running=3)
 
     async def run() -> None:
-        async with local_instances(CLUSTER) as controlled:
-            metrics = Metrics(CLUSTER, controlled.controller)
-            async with by_load(
-                CLUSTER, controlled, lambda stats: metrics.show(None, stats, None, None).decode()
-            ):
-                await until(lambda: len(controlled.instance_registry.live) == 2)
+        numbers: asyncio.Queue[int] = asyncio.Queue()
+
+        async def scale(number: int, limit_s: float) -> None:
+            assert control.changing.locked()
+            numbers.put_nowait(number)
+
+        control.scale = scale
+        served = SimpleNamespace(
+            fleet=SimpleNamespace(stats=stats), controller=SimpleNamespace(instances=control)
+        )
+        async with by_load(CLUSTER, served, lambda stats: metrics.show(None, stats, None, None).decode()):
+            assert await numbers.get() == 2
 
     asyncio.run(run())
 
