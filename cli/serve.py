@@ -114,8 +114,7 @@ def serve(
         raise click.UsageError("--front-ends starts them all on this host; a role of its own takes none")
     if cluster.scaling is not None and (role != "all" or (num_front_ends or len(cluster.front_ends)) > 1):
         raise click.UsageError(
-            "scaling changes the number of instances that one front end starts; leave out scaling, or --role "
-            "and --front-ends"
+            "scaling is for one front end with all its instances; leave out scaling, --role and --front-ends"
         )
     if role == "front-end" and cluster.controller is not None:
         names = ["lora_modules", "lora_dir", *(name for name in options if name.startswith("registry"))]

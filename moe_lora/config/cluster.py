@@ -351,8 +351,7 @@ def cluster_of(content: Any, folder: Path, *, scales: bool = False) -> ClusterCo
     }
     if "scaling" in found and not scales:
         raise ConfigError(
-            "scaling is for moe-lora serve, cluster up and cluster manifests, which change the number; "
-            "leave it out"
+            "scaling is for moe-lora serve, cluster up and cluster manifests alone; leave it out"
         )
     adapters = {
         _name("adapters", name): _adapter_place(text_of(f"adapters.{name}", place), folder)

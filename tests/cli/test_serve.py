@@ -391,7 +391,7 @@ def test_several_front_ends_that_can_not_work_start_nothing(model_dir, options, 
 def test_several_front_ends_keep_the_number_of_instances(model_dir):
     result = run(model_dir, "--front-ends", "2", "--port", "0", "--set", "scaling.max_instances=2")
     assert result.exit_code == 2
-    assert "scaling changes the number of instances that one front end starts" in result.output
+    assert "scaling is for one front end with all its instances" in result.output
 
 
 def test_neither_model_nor_file_is_an_error_that_names_both(served):

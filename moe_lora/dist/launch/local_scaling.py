@@ -21,7 +21,7 @@ from .host_roles import HostRoles, instance_roles
 from .scaling import Fleet, Scaler, ScalingRule, Snapshots, read_snapshot
 
 START_S = 300.0
-"""Time for instances that the rule adds."""
+"""Time for new instances of the rule."""
 _LOOK_S = 0.1
 
 
@@ -37,8 +37,8 @@ def check_scaling(cluster: ClusterConfig) -> None:
     for other, is_set in others.items():
         if is_set:
             raise ConfigError(
-                f"scaling and {other} do not go together, which is of a fixed number of instances; leave one "
-                "of them out"
+                f"scaling and {other} do not go together: {other} needs a fixed number of instances; leave "
+                "one of them out"
             )
     _check_number(cluster, cluster.scaling.min_instances)
 

@@ -293,7 +293,7 @@ class Keeper:
         except (RayError, asyncio.TimeoutError) as error:
             ray.kill(actor)
             raise ConfigError(
-                f"no other host has room for {kept.name}, which stays; add a host, then call drain again"
+                f"no other host has room for {kept.name}; add a host, then call drain again"
             ) from error
         logger.info("%s moves to another host", kept.name)
         await self._start_anew(kept, actor)
