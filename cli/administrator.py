@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moe-lora drain`, `undrain`, `restart`, `capacity`."""
+"""`moe-lora drain`, `undrain`, `restart`, `scale`, `capacity`."""
 
 from __future__ import annotations
 
@@ -143,6 +143,27 @@ def restart(
     for name in instances or [one["id"] for one in listed]:
         call_instance(url, api_key, name, f"restart?limit_s={limit_s:g}", limit_s + _DRAIN_MOST_S)
         click.echo(f"{name} was started again and takes part")
+
+
+@click.command()
+@click.argument("role", type=click.Choice(["instance"]))
+@click.argument("number", metavar="N", type=click.IntRange(1, 4096))
+@server_options
+@click.option(
+    "--limit-s",
+    type=click.FloatRange(min=0, min_open=True, max=3600),
+    default=300.0,
+    help="Time for new instances to take part.",
+)
+@user_errors
+def scale(role: str, number: int, url: str, api_key: str | None, limit_s: float) -> None:
+    """Have N instances in a running `moe-lora serve` with `scaling`.
+
+    New instances take requests once warm.  The last ones leave: requests go on at others.
+    """
+    path = f"/v1/instances/scale?number={number}&limit_s={limit_s:g}"
+    listed = call(url, api_key, "POST", path, limit_s + _DRAIN_MOST_S)["data"]
+    click.echo(f"{len(listed)} instances take part")
 
 
 @click.command()

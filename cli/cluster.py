@@ -182,6 +182,28 @@ def scale(role: str, number: int, name: str, address: str) -> None:
 
 
 @cluster.command()
+@click.argument("host")
+@_NAME
+@_RAY_ADDRESS
+@user_errors
+def drain(host: str, name: str, address: str) -> None:
+    """Move the roles on HOST (see `status`) elsewhere, one at a time.  HOST gets none until `undrain`."""
+    _ray().drain(name, address, host)
+    print(f"{host} is drained and has no roles")
+
+
+@cluster.command()
+@click.argument("host")
+@_NAME
+@_RAY_ADDRESS
+@user_errors
+def undrain(host: str, name: str, address: str) -> None:
+    """Let a drained HOST have roles again."""
+    _ray().undrain(name, address, host)
+    print(f"{host} takes roles")
+
+
+@cluster.command()
 @_NAME
 @_RAY_ADDRESS
 @user_errors

@@ -27,6 +27,7 @@ COMMANDS = {
     "drain": "Give an instance no requests, before work on it.",
     "undrain": "Give a drained instance requests again.",
     "restart": "Start instances again, one by one, under load.",
+    "scale": "Change the number of instances under load.",
     "capacity": "Show or change a LoRA Server's capacity.",
     "provision": "Size a cluster for a trace and two SLOs.",
     "profile": "Time a model's layer here, for provision.",
@@ -38,7 +39,7 @@ COMMANDS = {
     "env": "Show the machine and the versions in use.",
 }
 """Text of --help by command; commands are in the module of their name or of `PLACES`."""
-PLACES = dict.fromkeys(("drain", "undrain", "restart", "capacity"), "administrator")
+PLACES = dict.fromkeys(("drain", "undrain", "restart", "scale", "capacity"), "administrator")
 INTERRUPTED = 130
 """A shell's status after Ctrl-C."""
 

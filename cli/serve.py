@@ -114,6 +114,10 @@ def serve(
         )
     if num_front_ends is not None and role != "all":
         raise click.UsageError("--front-ends starts them all on this host; a role of its own takes none")
+    if cluster.scaling is not None and (role != "all" or (num_front_ends or len(cluster.front_ends)) > 1):
+        raise click.UsageError(
+            "scaling is for one front end with all its instances; leave out scaling, --role and --front-ends"
+        )
     if role == "front-end" and cluster.controllers_at:
         names = ["lora_modules", "lora_dir", *(name for name in options if name.startswith("registry"))]
         refuse_given(names, "adapters are the controller's; give {} to the controller")

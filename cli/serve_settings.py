@@ -43,7 +43,7 @@ def cluster_to_serve(
     content: dict[str, Any] = {}
     folder, path_of = Path(), str
     if config_file is not None:
-        read_cluster(config_file)  # errors of the file name the file
+        read_cluster(config_file, scales=True)  # errors of the file name the file
         content, folder, path_of = (
             read_content(config_file),
             Path(config_file).resolve().parent,
@@ -80,7 +80,7 @@ def cluster_to_serve(
         **(content.get("adapters") or {}),
         **{name: _path_or_address(path, path_of, content) for name, path in adapters},
     }
-    cluster = cluster_of(content, folder)
+    cluster = cluster_of(content, folder, scales=True)
     if not cluster.has_addresses:
         return cluster
     from moe_lora.adapters.sources import with_local_adapters

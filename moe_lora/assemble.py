@@ -99,7 +99,7 @@ async def _opened_frontend(
 
     checks = CheckingProcess(tokenizer)
     async with checks.started(), fleet as served:
-        yield Frontend(
+        frontend = Frontend(
             client=served.fleet,
             tokenizer=tokenizer,
             cluster=cluster,
@@ -109,6 +109,21 @@ async def _opened_frontend(
             checks=checks,
             aliases=served.instance_registry.aliases,
         )
+        async with _scaled(frontend, served):
+            yield frontend
+
+
+def _scaled(frontend: Frontend, served: ServedFleet) -> AbstractAsyncContextManager[None]:
+    """The number of instances follows the load, if `scaling` is set."""
+    if frontend.cluster.scaling is None:
+        return nullcontext()
+    from moe_lora.dist.cluster.controller.cluster_controller import ControlledFleet
+    from moe_lora.dist.launch.local_scaling import by_load
+
+    assert isinstance(served, ControlledFleet)
+    return by_load(
+        frontend.cluster, served, lambda stats: frontend.metrics.show(None, stats, None, None).decode()
+    )
 
 
 def with_local_app(cluster: ClusterConfig, use: Callable[[FastAPI], Awaitable[T]]) -> T:

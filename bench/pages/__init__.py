@@ -63,4 +63,5 @@ TABLES = {
     "simulator": "simulated:nearness",
     "support": "support:matrix",
     "two-kills": "serving:two_kills",
+    "elastic": "serving:elastic",
 }

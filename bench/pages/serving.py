@@ -55,6 +55,27 @@ def two_kills() -> str:
     return table(("", "503", "longest time without an answer", "P99 of an answer", "load"), rows)
 
 
+def elastic() -> str:
+    """Requests of each phase over all runs; medians (worst) of TTFT P95, beside the first phase."""
+    found = records("elastic.jsonl")
+    runs, rows = [one["result"]["phases"] for one in found], []
+    for name in runs[0]:
+        here = [phases[name] for phases in runs]
+        ratios = [phases[name]["ttft_p95_s"] / phases["two"]["ttft_p95_s"] for phases in runs]
+        rows.append(
+            (
+                name,
+                *(str(sum(one[key] for one in here)) for key in ("requests", "failed")),
+                _worst([one["ttft_p95_s"] for one in here], " s", 2),
+                _worst(ratios, "", 2),
+            )
+        )
+    load = _range([one["result"]["load_1_min"] for one in found])
+    return table(
+        (f"{len(runs)} runs, load {load}", "requests", "failed", "TTFT P95", "of the P95 at two"), rows
+    )
+
+
 def cluster() -> str:
     """P95 TTFT by trace, kernel and load, and by system."""
     return first_tokens(records("cluster.jsonl"))
@@ -80,8 +101,8 @@ def prefill_first() -> str:
     return table((*head, "first token P50, s", "P95"), rows)
 
 
-def _worst(values: list[float], unit: str) -> str:
-    return f"{median(values):.1f} ({max(values):.1f}){unit}"
+def _worst(values: list[float], unit: str, digits: int = 1) -> str:
+    return f"{median(values):.{digits}f} ({max(values):.{digits}f}){unit}"
 
 
 def _code(record: Record) -> str:

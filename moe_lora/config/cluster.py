@@ -354,14 +354,14 @@ def _check_free(place: str, address: str, taken_by: str) -> None:
         raise ConfigError(f"{place}={address!r} is {taken_by} too; each needs a port of its own")
 
 
-def read_cluster(path: str | Path) -> ClusterConfig:
+def read_cluster(path: str | Path, *, scales: bool = False) -> ClusterConfig:
     """The settings in a file; relative paths in it start at the file's own folder.
 
-    Raises ConfigError, naming file and field, for anything that can't be right.
+    scales: as for `cluster_of`.  Raises ConfigError, naming file and field, for anything that can't be right.
     """
     content, path = read_content(path), Path(path)
     try:
-        return cluster_of(content, path.resolve().parent)
+        return cluster_of(content, path.resolve().parent, scales=scales)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
@@ -395,8 +395,7 @@ def cluster_of(content: Any, folder: Path, *, scales: bool = False) -> ClusterCo
     }
     if "scaling" in found and not scales:
         raise ConfigError(
-            "scaling is for moe-lora cluster up and moe-lora cluster manifests, which add and remove "
-            "instances; leave it out"
+            "scaling is for moe-lora serve, cluster up and cluster manifests alone; leave it out"
         )
     adapters = {
         _name("adapters", name): _adapter_place(text_of(f"adapters.{name}", place), folder)

@@ -97,7 +97,7 @@ class PoolConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingConfig(Settings):
-    """The number of instances by the load, on Ray or Kubernetes (`dist.launch.scaling`)."""
+    """The number of instances by the load (`dist.launch.scaling`)."""
 
     SECTION: ClassVar[str] = "scaling"
 
@@ -108,9 +108,10 @@ class ScalingConfig(Settings):
     waiting_high: int = setting(4, least=1)
     """Requests that wait for room, of each instance, above which instances are added."""
     ttft_ms: float | None = setting(None, above=0, unset="none")
-    """P95 of TTFT above which an instance is added, of at least 20 requests in an interval.  Ray only."""
+    """P95 of TTFT above which an instance is added, of at least 20 requests in an interval.  Not on
+    Kubernetes."""
     interval_s: int = setting(10, least=1, most=1800)
-    """Time between decisions.  Ray only."""
+    """Time between decisions.  Not on Kubernetes."""
     add_pause_s: int = setting(60, least=1, most=1800)
     """Least time from the start of all instances to the next addition."""
     remove_pause_s: int = setting(300, least=1, most=1800)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -168,6 +169,37 @@ def start_child(module: str, *, num_threads: int | None) -> tuple[Child, Connect
     """Run `python -m module FD`, whose main is `teardown.run_child`."""
     child = Child("-m", module, environment=worker_environment(num_threads))
     return child, Connection(child.socket.detach())
+
+
+LOWEST = 19
+"""Nice value of the lowest priority."""
+
+
+def set_priority(pid: int, added: int) -> None:
+    """Set a child session's nice value: this process's and `added`.
+
+    No effect without the right to lower the value again, and between autogroups of the kernel.
+    """
+    if _may_lower():
+        nice = min(LOWEST, os.getpriority(os.PRIO_PROCESS, 0) + added)
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PGRP, pid, nice)
+
+
+@functools.cache
+def _may_lower() -> bool:
+    def lower() -> None:
+        thread = threading.get_native_id()
+        before = os.getpriority(os.PRIO_PROCESS, thread)
+        for nice in (LOWEST, before):
+            os.setpriority(os.PRIO_PROCESS, thread, nice)
+
+    try:
+        with ThreadPoolExecutor(1) as own_thread:
+            own_thread.submit(lower).result()
+    except OSError:
+        return False
+    return True
 
 
 def set_log_level(level: str) -> None:

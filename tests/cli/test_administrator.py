@@ -10,8 +10,11 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from moe_lora.cli import administrator
 from moe_lora.cli.administrator import call, call_instance
+from moe_lora.cli.main import main
 
 
 class Answering(BaseHTTPRequestHandler):
@@ -39,6 +42,19 @@ def test_a_path_is_a_socket_for_administrators(tmp_path):
         found = call_instance(path, "key", "one/two", "drain", 10)
         server.shutdown()
     assert found == {"path": "/v1/instances/one%2Ftwo/drain", "key": "Bearer key"}
+
+
+def test_scale_waits_for_the_number_and_shows_it(monkeypatch):
+    calls: list[tuple[Any, ...]] = []
+
+    def called(*words: Any) -> dict[str, Any]:
+        calls.append(words)
+        return {"data": [{}] * 4}
+
+    monkeypatch.setattr(administrator, "call", called)
+    done = CliRunner().invoke(main, ["scale", "instance", "4", "--url", "u", "--limit-s", "9"])
+    assert (done.exit_code, done.output) == (0, "4 instances take part\n")
+    assert calls == [("u", None, "POST", "/v1/instances/scale?number=4&limit_s=9", 3609.0)]
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "/nowhere/admin"])

@@ -388,6 +388,12 @@ def test_several_front_ends_that_can_not_work_start_nothing(model_dir, options, 
     assert reason in result.output
 
 
+def test_several_front_ends_keep_the_number_of_instances(model_dir):
+    result = run(model_dir, "--front-ends", "2", "--port", "0", "--set", "scaling.max_instances=2")
+    assert result.exit_code == 2
+    assert "scaling is for one front end with all its instances" in result.output
+
+
 def test_neither_model_nor_file_is_an_error_that_names_both(served):
     result = run()
     assert result.exit_code == 2

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from moe_lora.core.processes import allowed_core_numbers, usable_core_numbers
+from moe_lora.core import processes
+from moe_lora.core.processes import Child, allowed_core_numbers, set_priority, usable_core_numbers
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity of threads")
@@ -21,3 +22,18 @@ def test_who_runs_on_one_core_may_give_others_away() -> None:
 
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(pinned).result() == (allowed[:1], allowed, allowed[:1])
+
+
+@pytest.mark.parametrize("may", [True, False])
+def test_the_priority_of_a_child_changes_only_with_the_right_to_change_it_back(monkeypatch, may) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    may = may and processes._may_lower()
+    monkeypatch.setattr(processes, "_may_lower", lambda: may)
+    child = Child("-c", "import time; time.sleep(600)")
+    try:
+        for added in (processes.LOWEST, 0):
+            set_priority(child.pid, added)
+            expected = min(processes.LOWEST, own + added) if may else own
+            assert os.getpriority(os.PRIO_PROCESS, child.pid) == expected
+    finally:
+        child.end(0)

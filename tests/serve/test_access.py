@@ -170,6 +170,7 @@ ADMINS = [
     ("POST", "/v1/instances/instance-0/drain"),
     ("POST", "/v1/instances/instance-0/undrain"),
     ("POST", "/v1/instances/instance-0/restart"),
+    ("POST", "/v1/instances/scale?number=2"),
     ("GET", "/v1/provision"),
     ("GET", "/v1/lora_server"),
     ("POST", "/v1/lora_server/capacity"),

@@ -230,7 +230,9 @@ class InstanceRegistry:
             Callable[[Instance, Mapping[str, ServedVersion]], Coroutine[Any, Any, None]] | None
         ) = None
         """Called with a joined instance and its adapters."""
-        self.suspects = Suspects(lambda: len(self.live), lambda: len(self._numbers))
+        self.past = EngineStats()
+        """Counters of removed instances."""
+        self.suspects = Suspects(lambda: len(self.live), lambda: len(self.instances))
         self.drains = Drains(self._move_off)
         self.standing: StandingOrders | None = None
         """None before the first order."""
@@ -329,6 +331,12 @@ class InstanceRegistry:
             instance.live = False
             instance.past = add_counters([instance.past, instance.latest])
             instance.latest = EngineStats()
+
+    def remove(self, instance: Instance) -> None:
+        """Forget an instance, except for the index and the counters."""
+        self._take_out(instance)
+        self.past = add_counters([self.past, instance.past])
+        self.instances = [one for one in self.instances if one is not instance]
 
     def enter(self, name: str, client: EngineClient) -> Instance:
         """The entry of an engine that dials in.  Raises EngineDeadError after `close`."""

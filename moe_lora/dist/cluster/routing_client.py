@@ -323,7 +323,7 @@ class FleetClient:
         for instance, stats in answers:
             instance.latest = stats
         instances = self._instance_registry.instances
-        past = [instance.past for instance in instances]
+        past = [self._instance_registry.past, *(instance.past for instance in instances)]
         drained = self._instance_registry.drained
         each = [_instance_stats(instance, instance.name in drained) for instance in instances]
         merged = merge_stats([stats for _, stats in answers], past, each)

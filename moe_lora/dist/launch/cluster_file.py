@@ -91,6 +91,11 @@ def thread_share(num_threads: int | None, num_instances: int, num_cores: int) ->
     return num_threads or share
 
 
+def most_instances(cluster: ClusterConfig) -> int:
+    """Instances that share this host."""
+    return cluster.engine.num_instances if cluster.scaling is None else cluster.scaling.max_instances
+
+
 def check_instances(cluster: ClusterConfig) -> None:
     """Raises ConfigError for a placement or a pool over too few instances, and outside of `scaling`."""
     scaling, number = cluster.scaling, cluster.engine.num_instances
@@ -174,7 +179,7 @@ def placed(cluster: ClusterConfig) -> ClusterConfig:
 
         num_server_ranks = Layout.parse(server.layout).num_ranks
     devices = assign_devices(
-        config.num_instances,
+        most_instances(cluster),
         config.num_ranks,
         num_server_ranks,
         num_devices,

@@ -17,7 +17,7 @@ from moe_lora.config.cluster import ClusterConfig
 from moe_lora.config.devices import instance_names
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import AdapterError, ConfigError, EngineDeadError, RegistryError
-from moe_lora.core.processes import Child, RestartPolicy
+from moe_lora.core.processes import LOWEST, Child, RestartPolicy, set_priority
 from moe_lora.dist.net.codec import Decoder, Message, encode
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Role:
     """A process to keep running.
 
     kind: of roles that can replace each other.  words: command after the interpreter, plus `--status-fd` and
-    `--starts`.  fds: inherited.
+    `--starts`.  fds: inherited.  yields: lowest priority until ready.
     """
 
     name: str
@@ -81,6 +81,7 @@ class Role:
     words: tuple[str, ...]
     fds: tuple[int, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    yields: bool = False
 
 
 class HostRoles:
@@ -109,16 +110,34 @@ class HostRoles:
         self.started: set[str] = set()
         self.num_restarts = 0
         self.problem: Exception | None = None
-        self._roles = list(roles)
+        self._roles: dict[str, Role] = {}
         self._drain_s = drain_s
         self._clock = clock or WallClock()
         self._policy = policy or RestartPolicy()
         self._stopping = False
         self._running: dict[str, tuple[Role, Child]] = {}
-        self._kept = [role.kind for role in roles]
-        self._ready = {role.name: asyncio.get_running_loop().create_future() for role in roles}
-        self._tasks = [asyncio.create_task(self._keep(role)) for role in roles]
-        self._tasks.append(asyncio.create_task(self._end_stopped()))
+        self._kept: list[str] = []
+        self._ready: dict[str, asyncio.Future[None]] = {}
+        self._keeping: dict[str, asyncio.Task[None]] = {}
+        for role in roles:
+            self.add(role)
+        self._watching = asyncio.create_task(self._end_stopped())
+
+    def add(self, role: Role) -> asyncio.Future[None]:
+        """Keep a further role running; the result comes as from `ready`."""
+        self._roles[role.name] = role
+        self._kept.append(role.kind)
+        self._ready[role.name] = asyncio.get_running_loop().create_future()
+        self._keeping[role.name] = asyncio.create_task(self._keep(role))
+        return self._ready[role.name]
+
+    async def remove(self, name: str) -> None:
+        """End a role for good: no death."""
+        role, keeping = self._roles.pop(name), self._keeping.pop(name)
+        if not keeping.done():
+            self._kept.remove(role.kind)
+        keeping.cancel()  # ends the process, as `stop` does
+        await asyncio.wait([keeping])
 
     async def ready(self) -> None:
         """Wait until each role has started.
@@ -160,13 +179,14 @@ class HostRoles:
         self._stopping = True
         if self._spare is not None:
             await self._spare.stop()
-        running = [found for role in self._roles if (found := self._running.get(role.name)) is not None]
+        running = [found for name in self._roles if (found := self._running.get(name)) is not None]
         for first, limit_s in ((True, STOP_S + self._drain_s), (False, STOP_S)):
             some = [child for role, child in running if (role.kind == FRONT_END) == first]
             await _end(some, limit_s, self._at_once)
-        for task in self._tasks:
+        tasks = [*self._keeping.values(), self._watching]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _keep(self, role: Role) -> None:
         num_deaths = num_starts = 0
@@ -212,10 +232,14 @@ class HostRoles:
             self._running[role.name] = role, child
             try:
                 logger.info("%s started (process %d)", role.name, child.pid)
+                if role.yields:
+                    set_priority(child.pid, LOWEST)
                 if self._stopping:
                     await _end([child], STOP_S, self._at_once)
                 started = await _first_word(child)
                 if started is not None and started.error is None:
+                    if role.yields:
+                        set_priority(child.pid, 0)
                     self._does_its_part(role, spare)
                 await asyncio.wrap_future(child.ended)
             finally:

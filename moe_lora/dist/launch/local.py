@@ -23,6 +23,7 @@ from .cluster_file import (
     check_instances,
     cluster_file,
     log_devices,
+    most_instances,
     on_sockets,
     placed,
     thread_share,
@@ -49,6 +50,10 @@ def checked(cluster: ClusterConfig) -> ClusterConfig:
 
     make_routes(cluster)
     check_instances(cluster)
+    if cluster.scaling is not None:
+        from .local_scaling import check_scaling
+
+        check_scaling(cluster)
     cluster = placed(cluster)
     log_devices(cluster)
     return cluster
@@ -66,8 +71,8 @@ async def local_instances(
 
     passes_on: gets these processes' listener.  Raises the error of a failed start.
     """
-    cluster = _with_shares(cluster)
-    config = cluster.engine
+    given, cluster = cluster, _with_shares(cluster)
+    config, num_instances = cluster.engine, given.engine.num_instances
     routes = make_routes(cluster)
     if router is not None:
         routes = replace(routes, router=router)
@@ -78,7 +83,7 @@ async def local_instances(
             config = replace(config, contents_dir=str(kept / "contents"))
         cluster = on_sockets(replace(cluster, engine=config), 1, str(folder))
         file = stack.enter_context(cluster_file(cluster))
-        parts = instance_roles(config.num_instances, file)
+        parts = instance_roles(num_instances, file)
         async with controlled_fleet(
             cluster,
             routes,
@@ -97,7 +102,11 @@ async def local_instances(
             try:
                 with told:
                     await roles.ready()
-                    await controlled.start_together(config.num_instances, config.adapters)
+                    await controlled.start_together(num_instances, config.adapters)
+                    if given.scaling is not None:
+                        from .local_scaling import LocalScaling
+
+                        LocalScaling(given, file, roles, controlled)
                     yield controlled
             finally:
                 await controlled.fleet.close()
@@ -106,9 +115,9 @@ async def local_instances(
 
 def _with_shares(cluster: ClusterConfig) -> ClusterConfig:
     cluster = placed(cluster)
-    config = cluster.engine
+    config = replace(cluster.engine, num_instances=most_instances(cluster))
     threads = thread_share(config.num_threads, config.num_instances, usable_cores())
-    return replace(cluster, engine=replace(config, num_threads=threads))
+    return replace(cluster, scaling=None, engine=replace(config, num_threads=threads))
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands of a cluster on Ray: up, status, scale and down."""
+"""Commands of a cluster on Ray: up, status, scale, drain and down."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ _LOOPBACK = ("127.0.0.1", "::1")
 _LOOK_S = 0.5
 _ANSWER_S, _FACTS_S = 60.0, 10.0
 DRAIN_LIMIT_S = 600.0
+MOVES_S = 3600.0
+"""Longest drain of a host."""
 
 
 @contextmanager
@@ -177,6 +179,18 @@ def scale(name: str, address: str, num_instances: int) -> None:
     """Change the number of instances.  Raises ConfigError."""
     with connected(address, name):
         _called(_keeper(name).scale.remote(num_instances), _ANSWER_S + 2 * STOP_S)
+
+
+def drain(name: str, address: str, host: str) -> None:
+    """Move the roles of a host elsewhere.  Raises ConfigError."""
+    with connected(address, name):
+        _called(_keeper(name).drain.remote(host), MOVES_S)
+
+
+def undrain(name: str, address: str, host: str) -> None:
+    """Give a drained host roles again.  Raises ConfigError."""
+    with connected(address, name):
+        _called(_keeper(name).undrain.remote(host), MOVES_S)
 
 
 def down(name: str, address: str) -> None:

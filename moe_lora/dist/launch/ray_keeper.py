@@ -19,15 +19,16 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from moe_lora.config.cluster import ClusterConfig
+from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import state_folder, sweep_folders
 from moe_lora.core.processes import RestartPolicy
 from moe_lora.dist.net.keys import make_keys
 
 from .cluster_file import check_instances
 from .enrolment import Enrolment
-from .host_roles import FRONT_END, INSTANCE, STOP_S
-from .ray_role import CERTIFICATES, PLACED, PREFIX, RUNNING, STATE, RoleActor, RoleFacts
-from .topology import Hosts, Part, parts_of, roles_file
+from .host_roles import CONTROLLER, FRONT_END, INSTANCE, STOP_S
+from .ray_role import CERTIFICATES, PLACED, PREFIX, READY, RUNNING, STATE, RoleActor, RoleFacts
+from .topology import LORA_SERVER, Hosts, Part, parts_of, roles_file
 
 if TYPE_CHECKING:
     from .scaling import Fleet, Scaler, Snapshot, Snapshots
@@ -42,7 +43,12 @@ _PLACING_S = 10.0
 """Time for a host to start an actor."""
 _FACTS_S = 10.0
 _LOST_S = 30.0
+_LOOK_S = 1.0
+_ROOM_S, _MOVED_S = 120.0, 600.0
+"""Time for a role's placement at another host, and for the start there."""
 _SPREAD = {FRONT_END, INSTANCE}
+_LEAVES = (INSTANCE, LORA_SERVER, CONTROLLER, FRONT_END)
+"""Order of the roles that leave a drained host."""
 
 
 def cluster_on_ray(content: Any, num_front_ends: int) -> tuple[ClusterConfig, dict[str, Any]]:
@@ -117,6 +123,7 @@ class Keeper:
         self._enrolment = Enrolment(self._folder)
         self._kept: dict[str, _Kept] = {}
         self._book: dict[str, str] = {}
+        self._drained: set[str] = set()
         self._changing = asyncio.Lock()
         self._scaler: Scaler | None = None
         self._scaling: asyncio.Task[None] | None = None
@@ -126,6 +133,8 @@ class Keeper:
         self._address = await self._enrolment.start(ray.util.get_node_ip_address())
         with suppress(FileNotFoundError):
             self._set_instances(int(self._number_file.read_text()))
+        with suppress(FileNotFoundError):
+            self._drained = set(self._drained_file.read_text().split())
         alive = alive_roles()
         for kept in self._wanted():
             if (found := alive.pop(kept.name, None)) is not None:
@@ -149,6 +158,10 @@ class Keeper:
     @property
     def _number_file(self) -> Path:
         return self._folder / "num_instances"
+
+    @property
+    def _drained_file(self) -> Path:
+        return self._folder / "drained"
 
     def _set_instances(self, num_instances: int) -> None:
         """Raises ConfigError for too few or too many instances."""
@@ -210,6 +223,7 @@ class Keeper:
             num_gpus=part.num_gpus,
             max_restarts=0,
             scheduling_strategy="SPREAD" if part.role in _SPREAD else "DEFAULT",
+            label_selector=_elsewhere(self._drained),
         )
         return options.remote(part, kept.number, http)
 
@@ -235,7 +249,68 @@ class Keeper:
             rule, number = self._scaler.rule, self._cluster.engine.num_instances
             state = f"{number} of {rule.config.min_instances} to {rule.config.max_instances}"
             rows.append(RoleFacts(name="scaling", state=state, problem=rule.reason))
+        rows += [RoleFacts(name="host", state="drained", host=host) for host in sorted(self._drained)]
         return rows
+
+    async def drain(self, host: str) -> None:
+        """Move a host's roles elsewhere, in turn; none return until `undrain`.
+
+        Raises ConfigError for an unknown host, and for a role without room elsewhere.
+        """
+        hosts = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        if host not in hosts:
+            raise ConfigError(
+                f"no host {host} is in this Ray cluster; choose one of {', '.join(sorted(hosts))}"
+            )
+        await self._begun
+        async with self._changing:
+            await self._set_drained(self._drained | {host})
+            for kept in sorted(self._kept.values(), key=lambda kept: _LEAVES.index(kept.part.role)):
+                if kept.facts is not None and kept.facts.host == host:
+                    await self._move(kept)
+
+    async def undrain(self, host: str) -> None:
+        """Let a host have roles again.  Raises ConfigError for an undrained host."""
+        await self._begun
+        async with self._changing:
+            if host not in self._drained:
+                raise ConfigError(
+                    f"host {host} is not drained; drained: {', '.join(self._drained) or 'none'}"
+                )
+            await self._set_drained(self._drained - {host})
+
+    async def _set_drained(self, hosts: set[str]) -> None:
+        self._drained = hosts
+        self._drained_file.write_text(" ".join(sorted(hosts)))
+        for kept in [kept for kept in self._kept.values() if kept.facts is None]:
+            await self._start_anew(kept, None)  # by the new hosts
+
+    async def _move(self, kept: _Kept) -> None:
+        kept.epoch += 1
+        actor = self._place(kept)
+        try:
+            await asyncio.wait_for(actor.facts.remote(), _ROOM_S)
+        except (RayError, asyncio.TimeoutError) as error:
+            ray.kill(actor)
+            raise ConfigError(
+                f"no other host has room for {kept.name}; add a host, then call drain again"
+            ) from error
+        logger.info("%s moves to another host", kept.name)
+        await self._start_anew(kept, actor)
+        deadline_s = time.monotonic() + _MOVED_S
+        while kept.shown().state not in (RUNNING, READY):
+            if time.monotonic() > deadline_s:
+                raise ConfigError(f"{kept.name} does not serve at the new host; see moe-lora cluster status")
+            await asyncio.sleep(_LOOK_S)
+            await _refresh(kept)
+
+    async def _start_anew(self, kept: _Kept, actor: Any) -> None:
+        """End a role; start the role at an actor, or at a new one."""
+        kept.task.cancel()
+        await asyncio.gather(kept.task, return_exceptions=True)
+        await self._release(kept)
+        kept.actor, kept.since_s = actor, time.monotonic()
+        kept.task = asyncio.create_task(self._keep(kept))
 
     async def _look(self) -> tuple[Snapshots, Fleet]:
         from .scaling import Fleet
@@ -288,6 +363,12 @@ class Keeper:
             self._enrolment.stop()
             sweep_folders(Path(tempfile.gettempdir()), PREFIX)
             shutil.rmtree(self._folder)
+
+
+def _elsewhere(hosts: Collection[str]) -> dict[str, str] | None:
+    """Ray's selector of the nodes at other hosts."""
+    nodes = [node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] in hosts]
+    return {"ray.io/node-id": f"!in({','.join(nodes)})"} if nodes else None
 
 
 async def _refresh(kept: _Kept) -> None:

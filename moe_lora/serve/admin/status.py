@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 RESTART_S = 300.0
 RestartLimit = Annotated[float, Query(gt=0, le=3600)]
+InstanceNumber = Annotated[int, Query(ge=1, le=4096)]
 
 
 class CapacityRequest(ApiModel):
@@ -270,6 +271,12 @@ def instances_router(frontend: Frontend) -> APIRouter:
         if numbers is not None:
             listed[LORA_SERVER] = {"devices": [device_name(one) for one in numbers]}
         return JsonResponse(listed)
+
+    @router.post("/scale", response_model=None)
+    async def scale(number: InstanceNumber, limit_s: RestartLimit = RESTART_S) -> Response:
+        """Have `number` instances: new ones serve at the return, others leave after a drain."""
+        await frontend.controller.call("scale_instances", number, limit_s)
+        return await list_instances()
 
     @router.post("/{name}/drain", response_model=None)
     async def drain(name: str) -> Response:

@@ -23,6 +23,7 @@ from bench.harness.processes import entered
 from moe_lora.assemble import serve_host
 from moe_lora.config import EngineConfig, FrontEndConfig, ProvisionConfig, RegistryConfig
 from moe_lora.config.cluster import ClusterConfig, cluster_text, read_cluster
+from moe_lora.core import processes
 from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.core.host import num_open_files
 from moe_lora.core.processes import RestartPolicy
@@ -209,6 +210,22 @@ def test_what_keeps_one_from_starting_is_raised_where_all_are_awaited():
         thread.run(kept.ready(), PATIENCE_S)
     with keeping(FIT) as (kept, thread):
         thread.run(kept.ready(), PATIENCE_S)
+
+
+def test_one_that_yields_has_the_lowest_priority_until_it_is_ready(monkeypatch):
+    calls = []
+    monkeypatch.setattr(host_roles, "set_priority", lambda pid, added: calls.append((pid, added)))
+    with keeping(SLEEPING) as (kept, thread):
+
+        async def add() -> None:
+            await kept.add(replace(FIT, yields=True))
+
+        thread.run(add(), PATIENCE_S)
+        [(pid, first), (same, last)] = calls
+        assert (same, first, last) == (pid, processes.LOWEST, 0)
+        thread.run(kept.remove("fit"), PATIENCE_S)
+        assert not alive(pid)
+        assert list(kept.running) == ["sleeper"]
 
 
 def test_one_that_dies_without_a_word_is_started_again_before_who_awaits_all_is_told(caplog, tmp_path):

@@ -213,6 +213,31 @@ def test_a_cluster_on_ray_answers_and_outlives_lost_hosts(nodes: RayNodes) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+def test_a_drained_host_has_no_roles_and_no_request_fails(nodes: RayNodes) -> None:
+    expected = local_answers(REQUESTS)
+    served = Served(nodes)
+    served.wait_until_whole()
+    done = nodes.run("drain", "127.0.0.99")
+    assert (done.returncode, "no host 127.0.0.99 is in this Ray cluster" in done.stderr) == (1, True)
+    url_host = served.host_of("front-end-0")
+    host = next(one for name in ("instance-0", "instance-1") if (one := served.host_of(name)) != url_host)
+    running = served.drive(8)
+    done = nodes.run("drain", host)
+    assert (done.returncode, done.stdout) == (0, f"{host} is drained and has no roles\n"), done.stderr
+    assert running.answers() == expected * 8
+    shown = nodes.status()
+    assert list(shown.pop("host")[:2]) == ["drained", host]
+    assert host not in [found for _, found, *_ in shown.values()]
+    assert served.drive().answers() == expected
+    assert nodes.run("undrain", host).stdout == f"{host} takes roles\n"
+    assert nodes.run("undrain", host).returncode == 1
+    assert "host" not in nodes.status()
+    assert nodes.run("down").returncode == 0
+    assert_nothing_is_left(nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_burst_adds_instances_and_quiet_takes_them_back(narrow: RayNodes, tmp_path: Path) -> None:
     expected, keys = local_answers(REQUESTS), tmp_path / "keys.json"
     key = add_key(keys, ApiKey(id="k", digest="0" * 64, tenant="t", adapters=("*",)))

@@ -369,7 +369,5 @@ def test_the_bounds_hold_for_a_number_of_a_user_and_roles_know_no_scaling(tmp_pa
     assert cluster.scaling == ScalingConfig(max_instances=4)
     assert file == roles_file(CONTENT, hosts())[1]
     check_instances(cluster)
-    with pytest.raises(
-        ConfigError, match="scaling is for moe-lora cluster up and moe-lora cluster manifests"
-    ):
+    with pytest.raises(ConfigError, match="scaling is for moe-lora serve, cluster up and cluster manifests"):
         cluster_of(scaled, tmp_path)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drains and restarts of instances by an operator."""
+"""Drains, restarts and the number of instances, by an operator."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 
 from anyio import fail_after, move_on_after
@@ -32,7 +32,10 @@ class InstanceControl:
         self.seen_by_all: Callable[[str, str], bool] = lambda name, incarnation: True
         self._registry = instance_registry
         self._drain_s = drain_s
-        self._restarting = asyncio.Lock()
+        self.changing = asyncio.Lock()
+        """Held by a restart, and by a change of the number."""
+        self.scale: Callable[[int, float], Awaitable[None]] | None = None
+        """Sets the number of instances; None: fixed."""
 
     @verb
     async def drain_instance(self, name: str) -> None:
@@ -70,7 +73,7 @@ class InstanceControl:
         Raises ConfigError for an unknown instance, or if all others are drained; EngineDeadError if after
         limit_s no process takes part, or no other instance serves at all front ends.
         """
-        async with self._restarting:
+        async with self.changing:
             instance = await self._named(name)
             await self._check_others(name, self._not_drained)
             await _until(lambda: instance.live, limit_s, _not_here(name))
@@ -85,6 +88,41 @@ class InstanceControl:
                 await self._until_back(instance, before, limit_s)
             finally:
                 self._registry.drains.restart(())
+
+    @verb
+    async def scale_instances(self, number: int, limit_s: float) -> None:
+        """Have this number of instances: new ones take part at the return, others leave after a drain.
+
+        Raises ConfigError for an impossible number; EngineDeadError for a failed start, or after limit_s.
+        """
+        if self.scale is None:
+            raise ConfigError(
+                "the number of instances is fixed: start moe-lora serve with one front end and "
+                "--set scaling.max_instances=N, or call moe-lora cluster scale"
+            )
+        async with self.changing:
+            await self.scale(number, limit_s)
+
+    async def remove(self, names: Collection[str], end: Callable[[], Awaitable[None]]) -> None:
+        """Drain instances together, end the processes by `end`, and forget the instances.
+
+        Raises ConfigError if no other takes requests.
+        """
+        leaving = [one for one in self._registry.instances if one.name in names]
+        if leaving and not any(one.name not in names for one in self._registry.undrained):
+            raise ConfigError(f"{', '.join(names)} can't leave: no other takes requests; undrain one first")
+        self._registry.drains.restart(names)
+        logger.info("instances %s are drained, to end for good", ", ".join(names))
+        try:
+            await asyncio.sleep(SETTLE_S)
+            await asyncio.gather(*map(self._until_idle, leaving), return_exceptions=True)
+            await end()
+            while any(one.live for one in leaving):
+                await asyncio.sleep(LOOK_S)
+            for one in leaving:
+                self._registry.remove(one)
+        finally:
+            self._registry.drains.restart(())
 
     def _not_drained(self) -> list[Instance]:
         """Includes returning instances."""
