@@ -34,6 +34,7 @@ def _beside(config: ConfigJson, num_layers: int) -> Mapping[str, Any]:
 
 FAMILY = Family(
     title="dots.llm1",
+    defaults={"num_key_value_heads": 32},
     tool_format="hermes",
     sizes={**SIZES, **ROUTED_SIZES},
     layers=_layers,

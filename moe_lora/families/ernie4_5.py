@@ -20,6 +20,7 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
 
 FAMILY = Family(
     title="ERNIE-4.5",
+    defaults={"num_key_value_heads": 2, "head_dim": 128},
     layers=_layers,
     theta=5e5,
     norm_eps=1e-5,

@@ -33,6 +33,7 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
 
 FAMILY = Family(
     title="EXAONE 4.0",
+    defaults={"num_key_value_heads": 32},
     tool_format="hermes",
     layers=_layers,
     windows=_windows,

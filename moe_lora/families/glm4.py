@@ -22,6 +22,7 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
 
 FAMILY = Family(
     title="GLM-4",
+    defaults={"num_key_value_heads": 2, "head_dim": 128},
     fused_gate_up=True,
     layers=_layers,
     rotary_factor=0.5,

@@ -7,6 +7,7 @@ from .schema.family import DENSE_MLP, Family, one_window
 
 FAMILY = Family(
     title="Ministral 3",
+    defaults={"num_key_value_heads": 8, "head_dim": 128},
     tool_format="mistral",
     windows=one_window,
     rope={

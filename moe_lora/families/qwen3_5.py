@@ -22,6 +22,7 @@ def _beside(config: ConfigJson, num_layers: int) -> Mapping[str, Any]:
 
 FAMILY = Family(
     title="Qwen3.5",
+    defaults={"num_key_value_heads": 4, "head_dim": 256},
     tool_format="qwen3_coder",
     supported={"attn_output_gate": (True,)},
     layers=_layers,

@@ -17,4 +17,10 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
     return {"qkv_bias": qkv, "attention_bias": out, "mlp_bias": config.flag("mlp_bias")}
 
 
-FAMILY = Family(title="Seed-OSS", layers=_layers, mlp=(DENSE_MLP,), adapted=DENSE_MLP)
+FAMILY = Family(
+    title="Seed-OSS",
+    defaults={"num_key_value_heads": 8, "head_dim": 128},
+    layers=_layers,
+    mlp=(DENSE_MLP,),
+    adapted=DENSE_MLP,
+)

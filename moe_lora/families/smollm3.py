@@ -37,6 +37,7 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
 
 FAMILY = Family(
     title="SmolLM3",
+    defaults={"num_key_value_heads": 4},
     tool_format="hermes",
     layers=_layers,
     windows=_windows,
