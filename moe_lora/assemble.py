@@ -117,11 +117,9 @@ def _scaled(frontend: Frontend, served: ServedFleet) -> AbstractAsyncContextMana
     """The number of instances follows the load, if `scaling` is set."""
     if frontend.cluster.scaling is None:
         return nullcontext()
-    from moe_lora.dist.cluster.controller.cluster_controller import ControlledFleet
-    from moe_lora.dist.launch.local_scaling import by_load
+    from moe_lora.dist.launch.local import scaled
 
-    assert isinstance(served, ControlledFleet)
-    return by_load(
+    return scaled(
         frontend.cluster, served, lambda stats: frontend.metrics.show(None, stats, None, None).decode()
     )
 

@@ -183,7 +183,9 @@ class Instance:
         """Record a beat: other front ends' requests, and room for adapters."""
         self.outstanding_tokens += beat.outstanding_tokens - self.tokens_elsewhere
         self.tokens_elsewhere = beat.outstanding_tokens
-        self.load.hear(beat.num_running + beat.num_waiting)
+        num_elsewhere = beat.num_running + beat.num_waiting
+        self.load.num_requests += num_elsewhere - self.load.num_elsewhere
+        self.load.num_elsewhere = num_elsewhere
         self.load.held_back = beat.held_back
 
 

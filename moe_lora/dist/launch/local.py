@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ from .cluster_file import (
 from .host_roles import HostRoles, instance_roles, server_roles, spare_of
 
 if TYPE_CHECKING:
+    from moe_lora.core.request import EngineStats
     from moe_lora.dist.cluster.controller.served_registry import ServedRegistry
 
 Listeners = list[Callable[[FrontEndConfig], None]]
@@ -111,6 +112,16 @@ async def local_instances(
             finally:
                 await controlled.fleet.close()
                 await roles.stop()
+
+
+def scaled(
+    cluster: ClusterConfig, served: object, metrics: Callable[[EngineStats], str]
+) -> AbstractAsyncContextManager[None]:
+    """Meanwhile the load changes the number of `local_instances`.  metrics: Prometheus text."""
+    from .local_scaling import by_load
+
+    assert isinstance(served, ControlledFleet)
+    return by_load(cluster, served, metrics)
 
 
 def _with_shares(cluster: ClusterConfig) -> ClusterConfig:

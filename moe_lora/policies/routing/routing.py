@@ -31,11 +31,6 @@ class InstanceLoad:
         self.recent: dict[str, None] = {}
         self._max_recent = max_recent
 
-    def hear(self, num_elsewhere: int) -> None:
-        """Record the number of other front ends' requests."""
-        self.num_requests += num_elsewhere - self.num_elsewhere
-        self.num_elsewhere = num_elsewhere
-
     def has(self, adapter: str | None) -> bool:
         """True if the adapter is likely there, or on its way."""
         return adapter is None or adapter in self.recent or adapter in self.waiting or adapter in self.running
