@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.progress import Show
 from moe_lora.core.wrong_files import INDEX_NAME, read_config
-from moe_lora.families import family_named, family_of, model_spec
+from moe_lora.families import family_named, model_spec
 from moe_lora.families.schema.family import ModelSpec
 from moe_lora.kernels import quantised
 from moe_lora.kernels.quantised import Format
@@ -250,16 +250,16 @@ def _changes(
         "config_groups": {"group_0": {"targets": ["Linear"], "format": kind, "weights": weights}},
         "ignore": kept,
     }
-    changes: dict[str, Any] = {"quantization_config": section, **_restated(config, quantisation, dtype)}
-    text = config.get("text_config")
-    if family_of(config).wrapper and isinstance(text, Mapping):
-        changes["text_config"] = {**text, **_restated(text, quantisation, dtype)}
-    return changes
+    return {"quantization_config": section, **_restated(config, quantisation, dtype)}
 
 
 def _restated(config: Mapping[str, Any], quantisation: Quantisation, dtype: torch.dtype) -> dict[str, Any]:
+    """Also in the sections of a language model."""
     names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]
     stated: dict[str, Any] = dict.fromkeys(names, str(dtype).removeprefix("torch."))
+    for section in ("text_config", "thinker_config"):
+        if isinstance(part := config.get(section), Mapping):
+            stated[section] = {**part, **_restated(part, quantisation, dtype)}
     return stated | ({"tie_word_embeddings": False} if quantisation.head else {})
 
 

@@ -59,20 +59,27 @@ def on_sockets(cluster: ClusterConfig, num_front_ends: int, folder: str) -> Clus
 
     A single front end starts the instances and includes the controller.
     """
-    front_end = replace(cluster.front_end, engines_address=None)
-    cluster = replace(cluster, controller=None, controllers={}, leadership=None, front_ends={})
-    if num_front_ends == 1:
-        alone = replace(front_end, engines_address=f"{folder}/engines")
-        return replace(cluster, certificates=None, front_end=alone)
-    return replace(
+    engines = f"{folder}/engines"
+    alone = replace(cluster.front_end, engines_address=engines)
+    cluster = replace(
         cluster,
         certificates=None,
-        front_end=front_end,
+        front_end=alone,
+        front_ends={},
+        controller=None,
+        controllers={},
+        leadership=None,
+    )
+    if num_front_ends == 1:
+        return cluster
+    return replace(
+        cluster,
+        front_end=replace(alone, engines_address=None),
         front_ends={
             f"front-end-{number}": FrontEndPlace(engines_address=f"{folder}/front-end-{number}")
             for number in range(num_front_ends)
         },
-        controller=ControllerConfig(address=f"{folder}/controller", engines_address=f"{folder}/engines"),
+        controller=ControllerConfig(address=f"{folder}/controller", engines_address=engines),
     )
 
 

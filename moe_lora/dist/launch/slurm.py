@@ -27,6 +27,7 @@ _SCRIPT = """\
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --no-kill
+#SBATCH --no-requeue
 #SBATCH --signal=B:TERM@{grace_s}
 # The first node is a single point of failure; a role on another lost node does not start again.
 set -u
@@ -38,6 +39,9 @@ mkdir "$folder" && moe-lora cluster init --folder "$folder/certificates" || exit
 sed "s/{head}/$address/; s/{job}/$SLURM_JOB_ID/" > "$folder/cluster.yaml" <<'{end}'
 {file}{end}
 export file=$folder/cluster.yaml
+# Else each step takes what the job has.
+unset SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_NTASKS SLURM_NTASKS_PER_NODE
+srun --ntasks "$SLURM_JOB_NUM_NODES" --ntasks-per-node 1 mkdir -m 700 {state} || exit
 
 # A role that fails starts again, until the job is told to end.
 role() {{
@@ -93,6 +97,8 @@ def job_text(content: Any, job: Job) -> str:
     cluster, file = roles_file(content, hosts)
     if cluster.scaling is not None:
         raise ConfigError("scaling has no meaning for Slurm, whose jobs keep their nodes; leave scaling out")
+    if cluster.engine.num_threads is None:
+        raise ConfigError("Slurm reserves cores for each instance; give their number as engine.num_threads")
     return _SCRIPT.format(
         name=job.name,
         stop_s=_STOP_S,

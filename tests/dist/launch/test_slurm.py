@@ -43,7 +43,9 @@ JOB = Job(folder="/shared")
 def steps(content: dict[str, Any]) -> list[str]:
     text = job_text(content, JOB)
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
-    return [line for line in text.splitlines() if line.startswith("srun --ntasks") and "rm -rf" not in line]
+    before, _, rest = text.partition("srun ")
+    assert "unset SLURM_GPUS SLURM_GPUS_PER_NODE" in before  # else the first step takes all
+    return [line for line in rest.splitlines() if line.startswith("srun --ntasks") and "rm -rf" not in line]
 
 
 def test_ranks_and_instances_are_tasks_with_their_cores():
@@ -75,6 +77,7 @@ def test_the_file_in_the_script_is_that_of_the_roles(tmp_path):
         ({"model_dir": "models/base"}, "give the absolute path on the nodes"),
         ({"certificates": "/srv"}, "certificates follows from the job"),
         ({"scaling": {"max_instances": 4}}, "scaling has no meaning for Slurm"),
+        ({"engine": {"device": "cpu"}}, "give their number as engine.num_threads"),
         ({"lora_server": {"layout": "EP2", "transport": "shm"}}, "shm joins processes of one host"),
     ],
 )

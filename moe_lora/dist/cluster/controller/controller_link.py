@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 
 _AWAY = "the controller is away, and nothing can be changed without it"
 _NO_LEADER = (
-    "no controller leads: all are down, or most members of the leadership's store do not answer; nothing can "
-    "be changed meanwhile"
+    "no controller leads that is known here: another begins soon, or all are down, or most members of the "
+    "leadership's store do not answer; nothing can be changed meanwhile"
 )
 REPORT_S = 0.25
 READY_S = 5.0

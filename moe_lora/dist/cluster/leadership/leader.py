@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
 import secrets
@@ -72,6 +73,7 @@ class Leader:
         self._over.set()
         self._thread.join()
         signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
         try:
             self._store.release()
             logger.info("controller %s leads no more", self._name)
@@ -82,9 +84,12 @@ class Leader:
         sent_s = time.monotonic()
         self._store.renew()
         self._until_s = sent_s + _END * self._ttl_s
-        # Ends a stopped process.
-        left_s = sent_s + _KILL * self._ttl_s - time.monotonic()
-        signal.setitimer(signal.ITIMER_REAL, max(left_s, 1e-6))
+        left_s = max(sent_s + _KILL * self._ttl_s - time.monotonic(), 1e-6)
+        # Ends a stopped process; in a container the kernel spares process 1.
+        if os.getpid() == 1:
+            faulthandler.dump_traceback_later(left_s, exit=True)
+        else:
+            signal.setitimer(signal.ITIMER_REAL, left_s)
 
     def _keep(self) -> None:
         problem, pause = LastProblem(), _RENEW

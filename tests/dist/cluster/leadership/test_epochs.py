@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from types import SimpleNamespace
 
 import pytest
 
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ControllerAwayError
 from moe_lora.dist.cluster.controller.cluster_state import ClusterState
+from moe_lora.dist.net.fence import Fence
 from tests.dist.cluster.controller.parts import ControllerSide, FrontEndSide, engines, until
 from tests.dist.cluster.controller.test_link import new_link
 from tests.dist.cluster.listener_parts import FrontEnd, Instance
@@ -46,6 +48,20 @@ def test_the_leader_of_a_later_epoch_takes_a_front_end_from_the_former(tmp_path,
     asyncio.run(run())
 
 
+def test_a_second_leader_of_an_epoch_is_refused_while_the_first_is_linked():
+    def peer(name):
+        return SimpleNamespace(name=name, ended=asyncio.Event(), abort=aborted.append)
+
+    aborted: list[str] = []
+    fence, first, other = Fence(), peer("a"), peer("b")
+    fence.admit(first, 1)
+    with pytest.raises(ConnectionError, match=r"b and another lead in epoch 1: each has a leadership\.store"):
+        fence.admit(other, 1)
+    assert len(aborted) == 1
+    fence.admit(peer("a"), 1)  # its next link
+    fence.admit(other, 2)
+
+
 def test_an_instance_drops_the_controller_of_a_former_epoch(caplog):
     caplog.set_level(logging.INFO, logger="moe_lora")
     old = FrontEnd(epoch=3)
@@ -73,5 +89,8 @@ def test_a_state_of_a_later_epoch_counts_whatever_its_number():
 
 def test_without_a_leader_changes_are_refused_with_the_reason():
     link = new_link(places={"controllers.a": Address(path="/a"), "controllers.b": Address(path="/b")})
-    with pytest.raises(ControllerAwayError, match="no controller leads: all are down, or most members"):
+    with pytest.raises(
+        ControllerAwayError,
+        match="no controller leads that is known here: another begins soon, or all are down",
+    ):
         asyncio.run(link.call("load_adapter", "a", "path", False))

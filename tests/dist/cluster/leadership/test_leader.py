@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -91,6 +93,20 @@ def test_a_leader_without_its_lease_ends(ended, problem):
     num_alarms = len(ended["alarms"])
     one._thread.join(PATIENCE_S)
     assert len(ended["alarms"]) == num_alarms, "the kernel ends a process that does not"
+
+
+def test_process_1_of_a_container_ends_though_the_kernel_spares_it():
+    code = (
+        "import os, time; os.getpid = lambda: 1\n"
+        "from tests.dist.cluster.leadership.test_leader import Leader, Store, TTL_S\n"
+        "store = Store(); one = Leader('a', store, TTL_S); one.campaign()\n"
+        "store.renew = lambda: time.sleep(1000)\n"
+        "time.sleep(1000)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+    assert "in renew" in done.stderr or "in <lambda>" in done.stderr
 
 
 def test_a_leader_whose_event_loop_hangs_ends(ended):
