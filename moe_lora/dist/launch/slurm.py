@@ -41,7 +41,8 @@ sed "s/{head}/$address/; s/{job}/$SLURM_JOB_ID/" > "$folder/cluster.yaml" <<'{en
 export file=$folder/cluster.yaml
 # Else each step takes what the job has.
 unset SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_NTASKS SLURM_NTASKS_PER_NODE
-srun --ntasks "$SLURM_JOB_NUM_NODES" --ntasks-per-node 1 mkdir -m 700 {state} || exit
+srun --ntasks "$SLURM_JOB_NUM_NODES" --ntasks-per-node 1 \\
+    bash -c 'mkdir -m 700 {state} || [ -O {state} ]' || exit
 
 # A role that fails starts again, until the job is told to end.
 role() {{
