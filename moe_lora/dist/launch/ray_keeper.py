@@ -139,11 +139,13 @@ class Keeper:
         for kept in self._wanted():
             if (found := alive.pop(kept.name, None)) is not None:
                 kept.epoch, kept.actor = found
+                kept.facts = RoleFacts(name=kept.name, state=SILENT)
                 logger.info("%s is found again", kept.name)
             self._add(kept)
         for name, (_, actor) in alive.items():
             logger.info("%s is ended: the cluster has fewer instances now", name)
             await end_role(actor)
+        await asyncio.gather(*map(_refresh, self._kept.values()))
         if (scaling := self._cluster.scaling) is not None:
             from .scaling import Scaler, ScalingRule
 
@@ -255,7 +257,7 @@ class Keeper:
     async def drain(self, host: str) -> None:
         """Move a host's roles elsewhere, in turn; none return until `undrain`.
 
-        Raises ConfigError for an unknown host, and for a role without room elsewhere.
+        Raises ConfigError for an unknown host, a silent role, and a role without room elsewhere.
         """
         hosts = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         if host not in hosts:
@@ -264,6 +266,9 @@ class Keeper:
             )
         await self._begun
         async with self._changing:
+            for kept in self._kept.values():
+                if kept.facts is not None and not kept.facts.host:
+                    raise ConfigError(f"the host of {kept.name} does not answer; call drain again later")
             await self._set_drained(self._drained | {host})
             for kept in sorted(self._kept.values(), key=lambda kept: _LEAVES.index(kept.part.role)):
                 if kept.facts is not None and kept.facts.host == host:
@@ -282,8 +287,9 @@ class Keeper:
     async def _set_drained(self, hosts: set[str]) -> None:
         self._drained = hosts
         self._drained_file.write_text(" ".join(sorted(hosts)))
-        for kept in [kept for kept in self._kept.values() if kept.facts is None]:
-            await self._start_anew(kept, None)  # by the new hosts
+        for kept in self._kept.values():
+            if kept.actor is not None and kept.facts is None:
+                await self._start_anew(kept, None)  # by the new hosts
 
     async def _move(self, kept: _Kept) -> None:
         kept.epoch += 1

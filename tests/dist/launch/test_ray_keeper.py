@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keeper of a cluster on Ray, with stand-ins for Ray and for the actors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moe_lora.core.errors import ConfigError
+from moe_lora.dist.launch.ray_role import PLACED, READY, RUNNING, RoleFacts
+from tests.dist.launch.test_topology import CONTENT
+
+ray_keeper = pytest.importorskip("moe_lora.dist.launch.ray_keeper", exc_type=ImportError)
+HOSTS = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
+
+
+class Actor:
+    """A role's actor.  host: None while Ray has no room.  calls: in turn."""
+
+    def __init__(self, name: str, host: str | None, *, is_started: bool) -> None:
+        self.name, self.host, self.is_started = name, host, is_started
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*_: Any) -> Any:
+            self.calls.append(name)
+            on = getattr(type(self), f"on_{name}", None)
+            return None if on is None else await on(self)
+
+        def remote(*values: Any) -> Any:
+            return asyncio.ensure_future(call(*values))
+
+        return SimpleNamespace(remote=remote)
+
+    async def on_facts(self) -> RoleFacts:
+        if self.host is None:
+            await asyncio.Event().wait()
+        role = self.name.partition("@")[0]
+        serving = READY if role.startswith("front-end") else RUNNING
+        state = serving if self.is_started else PLACED
+        return RoleFacts(name=role, state=state, host=self.host or "")
+
+    async def on_start(self) -> None:
+        self.is_started = True
+
+    async def on_failed(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Ray:
+    """Ray's calls of a keeper.  room: the host of the next actor."""
+
+    def __init__(self) -> None:
+        self.actors: dict[str, Actor] = {}
+        self.killed: list[str] = []
+        self.room: str | None = HOSTS[2]
+        self.is_again = False
+        self.util = SimpleNamespace(
+            get_node_ip_address=lambda: HOSTS[0], list_named_actors=lambda: ["keeper", *self.actors]
+        )
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(gcs_address="10.0.0.1:6379", was_current_actor_reconstructed=self.is_again)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"NodeManagerAddress": host, "NodeID": host, "Alive": True} for host in HOSTS]
+
+    def get_actor(self, name: str) -> Actor:
+        if name not in self.actors:
+            raise ValueError(name)
+        return self.actors[name]
+
+    def kill(self, actor: Actor) -> None:
+        self.killed.append(actor.name)
+        del self.actors[actor.name]
+
+    def remote(self, _: type) -> Any:
+        def options(*, name: str, **_: Any) -> Any:
+            def remote(*_: Any) -> Actor:
+                self.actors[name] = Actor(name, self.room, is_started=False)
+                return self.actors[name]
+
+            return SimpleNamespace(remote=remote)
+
+        return SimpleNamespace(options=options)
+
+    def of(self, role: str) -> Actor:
+        """The role's last actor."""
+        return [actor for name, actor in self.actors.items() if name.startswith(f"{role}@")][-1]
+
+
+class Certificates:
+    """A stand-in for the enrolment."""
+
+    authority = ""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+
+    async def start(self, _: str) -> str:
+        return "10.0.0.1:1"
+
+    def add_token(self, _: str) -> str:
+        return ""
+
+    def stop(self) -> None:
+        return None
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ray:
+    found = Ray()
+    monkeypatch.setattr(ray_keeper, "ray", found)
+    monkeypatch.setattr(ray_keeper, "Enrolment", Certificates)
+    monkeypatch.setattr(ray_keeper, "make_keys", lambda folder: None)
+    monkeypatch.setattr(ray_keeper, "state_folder", lambda _: tmp_path)
+    monkeypatch.setattr(ray_keeper, "_LOOK_S", 0.0)
+    return found
+
+
+async def until(condition: Callable[[], object]) -> None:
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("no event leads there")
+
+
+async def keeper_of(ray: Ray) -> Any:
+    """A keeper of a whole cluster, on the first host but for the instances."""
+    keeper = ray_keeper.Keeper("demo", CONTENT, 1)
+    await keeper.status()
+    await until(lambda: ray.actors and all(actor.is_started for actor in ray.actors.values()))
+    await until(lambda: all(kept.facts is not None for kept in keeper._kept.values()))
+    for name, actor in ray.actors.items():
+        actor.host = HOSTS[0] if "instance" not in name else HOSTS[1]
+    await keeper.status()
+    return keeper
+
+
+def end(keeper: Any) -> None:
+    """The end of a keeper's process."""
+    for kept in keeper._kept.values():
+        kept.task.cancel()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(test())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("verb", ["drain", "undrain"])
+def test_a_new_keeper_ends_no_role_that_it_finds(ray: Ray, verb: str) -> None:
+    async def test() -> None:
+        keeper = await keeper_of(ray)
+        await keeper.drain(HOSTS[2])
+        before = dict(ray.actors)
+        end(keeper)
+        ray.is_again = True
+        await getattr(ray_keeper.Keeper("demo", CONTENT, 1), verb)(HOSTS[2])
+        assert (ray.actors, ray.killed) == (before, [])
+
+    run(test)
+
+
+def test_a_silent_role_refuses_a_drain(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        keeper = await keeper_of(ray)
+        before = dict(ray.actors)
+        end(keeper)
+        ray.is_again = True
+        monkeypatch.setattr(ray_keeper, "_FACTS_S", 0.0)
+        for actor in ray.actors.values():
+            actor.host = None
+        keeper = ray_keeper.Keeper("demo", CONTENT, 1)
+        with pytest.raises(ConfigError, match="does not answer; call drain again"):
+            await keeper.drain(HOSTS[1])
+        assert {row.state for row in await keeper.status()} == {"silent"}
+        assert (ray.actors, ray.killed) == (before, [])
+
+    run(test)
