@@ -125,6 +125,7 @@ class Keeper:
         self._book: dict[str, str] = {}
         self._drained: set[str] = set()
         self._changing = asyncio.Lock()
+        self._ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._scaler: Scaler | None = None
         self._scaling: asyncio.Task[None] | None = None
         self._begun = asyncio.get_running_loop().create_task(self._begin())
@@ -135,7 +136,7 @@ class Keeper:
             self._set_instances(int(self._number_file.read_text()))
         with suppress(FileNotFoundError):
             self._drained = set(self._drained_file.read_text().split())
-        alive = alive_roles()
+        alive = self._found()
         for kept in self._wanted():
             if (found := alive.pop(kept.name, None)) is not None:
                 kept.epoch, kept.actor = found
@@ -152,6 +153,17 @@ class Keeper:
             rule = ScalingRule(scaling, self._cluster.engine.max_num_seqs)
             self._scaler = Scaler(rule, self._look, self._change)
             self._scaling = asyncio.create_task(self._scaler.run(self._changing))
+
+    def _found(self) -> dict[str, tuple[int, Any]]:
+        """Epoch and actor of each role; ends actors that never got a process, and earlier ones."""
+        found: dict[str, tuple[int, Any]] = {}
+        for name, epoch, actor in alive_roles():
+            last_epoch, last = found.get(name, (0, None))
+            if (self._folder / f"{name}@{epoch}").exists() and epoch > last_epoch:
+                found[name], actor = (epoch, actor), last
+            if actor is not None:
+                ray.kill(actor)
+        return found
 
     def _wanted(self) -> list[_Kept]:
         parts = parts_of(self._cluster, self._num_front_ends)
@@ -194,11 +206,11 @@ class Keeper:
     async def _live(self, kept: _Kept) -> str:
         """Place a role and start the process; returns the final error.  Raises RayError."""
         if kept.actor is None:
-            kept.epoch += 1
             kept.since_s = time.monotonic()
-            kept.actor = self._place(kept)
-        actor = kept.actor
+            kept.epoch, kept.actor = self._place(kept)
+        actor, record = kept.actor, self._folder / f"{kept.name}@{kept.epoch}"
         kept.facts = facts = await actor.facts.remote()
+        record.touch()  # before a process
         self._book.update(facts.addresses)
         if facts.state == PLACED:
             token = self._enrolment.add_token(kept.name)
@@ -213,13 +225,13 @@ class Keeper:
                 await _answer(actor)
                 self._send_book()
 
-    def _place(self, kept: _Kept) -> Any:
-        """Have Ray place the role's actor, pending until a host has room."""
-        part, front_end = kept.part, self._cluster.front_end
+    def _place(self, kept: _Kept) -> tuple[int, Any]:
+        """Epoch and actor of a new place, pending until a host has room."""
+        part, front_end, epoch = kept.part, self._cluster.front_end, time.time_ns()
         http = {name: getattr(front_end, name) for name in _HTTP}
         http["has_key"] = self._cluster.scaling is not None and front_end.api_keys is not None
         options = ray.remote(RoleActor).options(
-            name=f"{kept.name}@{kept.epoch}",
+            name=f"{kept.name}@{epoch}",
             lifetime="detached",
             num_cpus=part.num_cores or 1,
             num_gpus=part.num_gpus,
@@ -227,7 +239,7 @@ class Keeper:
             scheduling_strategy="SPREAD" if part.role in _SPREAD else "DEFAULT",
             label_selector=_elsewhere(self._drained),
         )
-        return options.remote(part, kept.number, http)
+        return epoch, options.remote(part, kept.number, http)
 
     def _send_book(self) -> None:
         for kept in self._kept.values():
@@ -289,33 +301,35 @@ class Keeper:
         self._drained_file.write_text(" ".join(sorted(hosts)))
         for kept in self._kept.values():
             if kept.actor is not None and kept.facts is None:
-                await self._start_anew(kept, None)  # by the new hosts
+                await self._start_anew(kept)  # by the new hosts
 
     async def _move(self, kept: _Kept) -> None:
-        kept.epoch += 1
-        actor = self._place(kept)
+        epoch, actor = self._place(kept)
+        placed = asyncio.ensure_future(actor.facts.remote())
         try:
-            await asyncio.wait_for(actor.facts.remote(), _ROOM_S)
-        except (RayError, asyncio.TimeoutError) as error:
+            await asyncio.wait([placed, self._ending], timeout=_ROOM_S, return_when=asyncio.FIRST_COMPLETED)
+            placed.cancel()
+            await placed
+        except (RayError, asyncio.CancelledError) as error:
             ray.kill(actor)
             raise ConfigError(
                 f"no other host has room for {kept.name}; add a host, then call drain again"
             ) from error
         logger.info("%s moves to another host", kept.name)
-        await self._start_anew(kept, actor)
+        await self._start_anew(kept, epoch, actor)
         deadline_s = time.monotonic() + _MOVED_S
         while kept.shown().state not in (RUNNING, READY):
-            if time.monotonic() > deadline_s:
+            if self._ending.done() or time.monotonic() > deadline_s:
                 raise ConfigError(f"{kept.name} does not serve at the new host; see moe-lora cluster status")
             await asyncio.sleep(_LOOK_S)
             await _refresh(kept)
 
-    async def _start_anew(self, kept: _Kept, actor: Any) -> None:
+    async def _start_anew(self, kept: _Kept, epoch: int = 0, actor: Any = None) -> None:
         """End a role; start the role at an actor, or at a new one."""
         kept.task.cancel()
         await asyncio.gather(kept.task, return_exceptions=True)
         await self._release(kept)
-        kept.actor, kept.since_s = actor, time.monotonic()
+        kept.epoch, kept.actor, kept.since_s = epoch, actor, time.monotonic()
         kept.task = asyncio.create_task(self._keep(kept))
 
     async def _look(self) -> tuple[Snapshots, Fleet]:
@@ -359,6 +373,7 @@ class Keeper:
 
     async def stop(self) -> None:
         """End front ends after open requests, then the rest; delete this host's files."""
+        self._ending.cancel()  # a drain ends
         await asyncio.wait([self._begun])
         if self._scaling is not None:
             self._scaling.cancel()
@@ -397,16 +412,12 @@ async def _snapshot(kept: _Kept) -> Snapshot | None:
     return found
 
 
-def alive_roles() -> dict[str, tuple[int, Any]]:
-    """Epoch and actor of the roles in this namespace; earlier actors of a role are ended."""
-    found: dict[str, tuple[int, Any]] = {}
-    names = [full.split("@") for full in ray.util.list_named_actors() if "@" in full]
-    for name, epoch in sorted(names, key=lambda one: int(one[1])):
+def alive_roles() -> list[tuple[str, int, Any]]:
+    """Name, epoch and actor of the roles in this namespace; a moving role has two."""
+    found = []
+    for name, _, epoch in (full.partition("@") for full in ray.util.list_named_actors() if "@" in full):
         with suppress(ValueError):  # the actor ended meanwhile
-            actor = ray.get_actor(f"{name}@{epoch}")
-            if name in found:
-                ray.kill(found[name][1])
-            found[name] = int(epoch), actor
+            found.append((name, int(epoch), ray.get_actor(f"{name}@{epoch}")))
     return found
 
 

@@ -14,7 +14,9 @@ import pytest
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.launch.ray_role import PLACED, READY, RUNNING, RoleFacts
 from tests.dist.launch.test_topology import CONTENT
+from tests.patience import PATIENCE_S
 
+ray_cluster = pytest.importorskip("moe_lora.dist.launch.ray_cluster", exc_type=ImportError)
 ray_keeper = pytest.importorskip("moe_lora.dist.launch.ray_keeper", exc_type=ImportError)
 HOSTS = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
 
@@ -120,6 +122,7 @@ def ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ray:
     monkeypatch.setattr(ray_keeper, "make_keys", lambda folder: None)
     monkeypatch.setattr(ray_keeper, "state_folder", lambda _: tmp_path)
     monkeypatch.setattr(ray_keeper, "_LOOK_S", 0.0)
+    monkeypatch.setattr(ray_keeper, "_ROOM_S", PATIENCE_S)
     return found
 
 
@@ -183,3 +186,90 @@ def test_a_silent_role_refuses_a_drain(ray: Ray, monkeypatch: pytest.MonkeyPatch
         assert (ray.actors, ray.killed) == (before, [])
 
     run(test)
+
+
+async def waiting_for_room(ray: Ray, keeper: Any) -> tuple[asyncio.Task[None], Actor, Actor]:
+    """A drain that waits for room, the moving role's actor, and the actor without a host."""
+    ray.room, before = None, set(ray.actors)
+    draining = asyncio.create_task(keeper.drain(HOSTS[1]))
+    await until(lambda: set(ray.actors) - before)
+    [name] = set(ray.actors) - before
+    return draining, next(one for one in ray.actors.values() if one.host == HOSTS[1]), ray.actors[name]
+
+
+def test_a_new_keeper_lets_a_moving_role_run(ray: Ray) -> None:
+    async def test() -> None:
+        keeper = await keeper_of(ray)
+        before = dict(ray.actors)
+        _, _, pending = await waiting_for_room(ray, keeper)
+        end(keeper)
+        ray.is_again = True
+        await ray_keeper.Keeper("demo", CONTENT, 1).status()
+        assert (ray.actors, ray.killed) == (before, [pending.name])
+
+    run(test)
+
+
+def test_a_moved_role_is_found_again(ray: Ray) -> None:
+    async def test() -> None:
+        keeper = await keeper_of(ray)
+        await keeper.drain(HOSTS[1])
+        assert {actor.host for actor in ray.actors.values()} == {HOSTS[0], HOSTS[2]}
+        before, killed = dict(ray.actors), list(ray.killed)
+        end(keeper)
+        ray.is_again = True
+        await ray_keeper.Keeper("demo", CONTENT, 1).status()
+        assert (ray.actors, ray.killed) == (before, killed)
+
+    run(test)
+
+
+def test_the_end_of_a_cluster_ends_a_drain(ray: Ray) -> None:
+    async def test() -> None:
+        keeper = await keeper_of(ray)
+        before = dict(ray.actors)
+        draining, _, _ = await waiting_for_room(ray, keeper)
+        await keeper.stop()
+        with pytest.raises(ConfigError, match="no other host has room for instance-"):
+            await draining
+        assert not ray.actors
+        assert all("stop" in actor.calls for actor in before.values())
+
+    run(test)
+
+
+def test_down_without_a_keeper_stops_a_moving_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def actor(name: str) -> Any:
+        calls = {
+            verb: SimpleNamespace(remote=lambda verb=verb: f"{verb} {name}") for verb in ("facts", "stop")
+        }
+        return SimpleNamespace(name=name, **calls)
+
+    actors = {name: actor(name) for name in ("instance-0@1", "instance-0@2", "front-end-0@1")}
+
+    def get(call: str, timeout: float) -> None:
+        if call == "facts instance-0@2":
+            raise ray_cluster.GetTimeoutError
+        done.append(call)
+
+    def kill(actor: Any) -> None:
+        done.append(f"kill {actor.name}")
+        del actors[actor.name]
+
+    def get_actor(name: str) -> Any:
+        if name not in actors:
+            raise ValueError(name)
+        return actors[name]
+
+    util = SimpleNamespace(list_named_actors=lambda: list(actors))
+    fake = SimpleNamespace(util=util, get=get, kill=kill, get_actor=get_actor)
+    monkeypatch.setattr(ray_keeper, "ray", fake)
+    monkeypatch.setattr(ray_cluster, "ray", fake)
+    ray_cluster._end_all()
+    assert [word for word in done if "facts" not in word] == [
+        *("stop front-end-0@1", "kill front-end-0@1"),
+        *("stop instance-0@1", "kill instance-0@1"),
+        "kill instance-0@2",
+    ]
