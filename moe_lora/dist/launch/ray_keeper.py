@@ -229,7 +229,7 @@ class Keeper:
         """Epoch and actor of a new place, pending until a host has room."""
         part, front_end, epoch = kept.part, self._cluster.front_end, time.time_ns()
         http = {name: getattr(front_end, name) for name in _HTTP}
-        http["has_key"] = self._cluster.scaling is not None and front_end.api_keys is not None
+        http["has_key"] = front_end.api_keys is not None
         options = ray.remote(RoleActor).options(
             name=f"{kept.name}@{epoch}",
             lifetime="detached",
@@ -318,11 +318,22 @@ class Keeper:
         logger.info("%s moves to another host", kept.name)
         await self._start_anew(kept, epoch, actor)
         deadline_s = time.monotonic() + _MOVED_S
-        while kept.shown().state not in (RUNNING, READY):
+        while not await self._serves(kept):
             if self._ending.done() or time.monotonic() > deadline_s:
                 raise ConfigError(f"{kept.name} does not serve at the new host; see moe-lora cluster status")
             await asyncio.sleep(_LOOK_S)
-            await _refresh(kept)
+
+    async def _serves(self, kept: _Kept) -> bool:
+        """True if a front end is ready, or all front ends send an instance requests."""
+        await _refresh(kept)
+        state, role = kept.shown().state, kept.part.role
+        if role != INSTANCE or self._cluster.front_end.admin_address is not None:  # which has the metrics
+            return state == (READY if role == FRONT_END else RUNNING)
+        found = await asyncio.gather(*map(_snapshot, self._front_ends()))
+        return state == RUNNING and all(one is not None and kept.name in one.live for one in found)
+
+    def _front_ends(self) -> list[_Kept]:
+        return [one for one in self._kept.values() if one.part.role == FRONT_END]
 
     async def _start_anew(self, kept: _Kept, epoch: int = 0, actor: Any = None) -> None:
         """End a role; start the role at an actor, or at a new one."""
@@ -337,7 +348,7 @@ class Keeper:
 
         kept = list(self._kept.values())
         await asyncio.gather(*map(_refresh, kept))
-        front_ends = [one for one in kept if one.part.role == FRONT_END]
+        front_ends = self._front_ends()
         snapshots = await asyncio.gather(*map(_snapshot, front_ends))
         states = {one.name: one.shown().state for one in kept if one.part.role == INSTANCE}
         roomless = [name for name, state in states.items() if state == WAITING]
@@ -378,8 +389,7 @@ class Keeper:
         if self._scaling is not None:
             self._scaling.cancel()
         async with self._changing:
-            front_ends = [kept for kept in self._kept.values() if kept.part.role == FRONT_END]
-            await self._remove(front_ends)
+            await self._remove(self._front_ends())
             await self._remove(list(self._kept.values()))
             self._enrolment.stop()
             sweep_folders(Path(tempfile.gettempdir()), PREFIX)

@@ -13,6 +13,7 @@ import pytest
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.launch.ray_role import PLACED, READY, RUNNING, RoleFacts
+from moe_lora.dist.launch.scaling import Snapshot
 from tests.dist.launch.test_topology import CONTENT
 from tests.patience import PATIENCE_S
 
@@ -22,7 +23,9 @@ HOSTS = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
 
 
 class Actor:
-    """A role's actor.  host: None while Ray has no room.  calls: in turn."""
+    """A role's actor.  host: None while Ray has no room.  calls: in turn.  live: as a front end sees."""
+
+    live = ("instance-0", "instance-1", "instance-2")
 
     def __init__(self, name: str, host: str | None, *, is_started: bool) -> None:
         self.name, self.host, self.is_started = name, host, is_started
@@ -46,6 +49,9 @@ class Actor:
         serving = READY if role.startswith("front-end") else RUNNING
         state = serving if self.is_started else PLACED
         return RoleFacts(name=role, state=state, host=self.host or "")
+
+    async def on_snapshot(self) -> Snapshot:
+        return Snapshot(waiting=0, running=0, within={}, live=self.live)
 
     async def on_start(self) -> None:
         self.is_started = True
@@ -134,9 +140,9 @@ async def until(condition: Callable[[], object]) -> None:
     raise AssertionError("no event leads there")
 
 
-async def keeper_of(ray: Ray) -> Any:
+async def keeper_of(ray: Ray, num_front_ends: int = 1) -> Any:
     """A keeper of a whole cluster, on the first host but for the instances."""
-    keeper = ray_keeper.Keeper("demo", CONTENT, 1)
+    keeper = ray_keeper.Keeper("demo", CONTENT, num_front_ends)
     await keeper.status()
     await until(lambda: ray.actors and all(actor.is_started for actor in ray.actors.values()))
     await until(lambda: all(kept.facts is not None for kept in keeper._kept.values()))
@@ -220,6 +226,21 @@ def test_a_moved_role_is_found_again(ray: Ray) -> None:
         ray.is_again = True
         await ray_keeper.Keeper("demo", CONTENT, 1).status()
         assert (ray.actors, ray.killed) == (before, killed)
+
+    run(test)
+
+
+def test_the_next_instance_moves_once_all_front_ends_see_the_former(ray: Ray) -> None:
+    async def test() -> None:
+        keeper = await keeper_of(ray, num_front_ends=2)
+        late = ray.of("front-end-1")
+        late.live = ("instance-1", "instance-2")
+        draining = asyncio.create_task(keeper.drain(HOSTS[1]))
+        await until(lambda: late.calls.count("snapshot") == 3)
+        assert [ray.of(f"instance-{number}").host for number in range(3)] == [HOSTS[2], HOSTS[1], HOSTS[1]]
+        late.live = Actor.live
+        await draining
+        assert [ray.of(f"instance-{number}").host for number in range(3)] == [HOSTS[2]] * 3
 
     run(test)
 
