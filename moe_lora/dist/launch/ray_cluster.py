@@ -211,8 +211,8 @@ def _end_all() -> None:
     except (ValueError, RayError):
         with suppress(ValueError):
             ray.kill(ray.get_actor(KEEPER))
-        roles = sorted(alive_roles().items(), key=lambda role: not role[0].startswith(FRONT_END))
-        for _, (_, actor) in roles:
+        roles = sorted(alive_roles(), key=lambda role: not role[0].startswith(FRONT_END))
+        for *_, actor in roles:
             with suppress(RayError):  # an actor without a host does not answer
                 ray.get(actor.facts.remote(), timeout=_FACTS_S)
                 ray.get(actor.stop.remote(), timeout=2 * STOP_S + DRAIN_LIMIT_S)

@@ -125,6 +125,7 @@ class Keeper:
         self._book: dict[str, str] = {}
         self._drained: set[str] = set()
         self._changing = asyncio.Lock()
+        self._ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._scaler: Scaler | None = None
         self._scaling: asyncio.Task[None] | None = None
         self._begun = asyncio.get_running_loop().create_task(self._begin())
@@ -135,21 +136,34 @@ class Keeper:
             self._set_instances(int(self._number_file.read_text()))
         with suppress(FileNotFoundError):
             self._drained = set(self._drained_file.read_text().split())
-        alive = alive_roles()
+        alive = self._found()
         for kept in self._wanted():
             if (found := alive.pop(kept.name, None)) is not None:
                 kept.epoch, kept.actor = found
+                kept.facts = RoleFacts(name=kept.name, state=SILENT)
                 logger.info("%s is found again", kept.name)
             self._add(kept)
         for name, (_, actor) in alive.items():
             logger.info("%s is ended: the cluster has fewer instances now", name)
             await end_role(actor)
+        await asyncio.gather(*map(_refresh, self._kept.values()))
         if (scaling := self._cluster.scaling) is not None:
             from .scaling import Scaler, ScalingRule
 
             rule = ScalingRule(scaling, self._cluster.engine.max_num_seqs)
             self._scaler = Scaler(rule, self._look, self._change)
             self._scaling = asyncio.create_task(self._scaler.run(self._changing))
+
+    def _found(self) -> dict[str, tuple[int, Any]]:
+        """Epoch and actor of each role; ends actors that never got a process, and earlier ones."""
+        found: dict[str, tuple[int, Any]] = {}
+        for name, epoch, actor in alive_roles():
+            last_epoch, last = found.get(name, (0, None))
+            if (self._folder / f"{name}@{epoch}").exists() and epoch > last_epoch:
+                found[name], actor = (epoch, actor), last
+            if actor is not None:
+                ray.kill(actor)
+        return found
 
     def _wanted(self) -> list[_Kept]:
         parts = parts_of(self._cluster, self._num_front_ends)
@@ -192,11 +206,11 @@ class Keeper:
     async def _live(self, kept: _Kept) -> str:
         """Place a role and start the process; returns the final error.  Raises RayError."""
         if kept.actor is None:
-            kept.epoch += 1
             kept.since_s = time.monotonic()
-            kept.actor = self._place(kept)
-        actor = kept.actor
+            kept.epoch, kept.actor = self._place(kept)
+        actor, record = kept.actor, self._folder / f"{kept.name}@{kept.epoch}"
         kept.facts = facts = await actor.facts.remote()
+        record.touch()  # before a process
         self._book.update(facts.addresses)
         if facts.state == PLACED:
             token = self._enrolment.add_token(kept.name)
@@ -211,13 +225,13 @@ class Keeper:
                 await _answer(actor)
                 self._send_book()
 
-    def _place(self, kept: _Kept) -> Any:
-        """Have Ray place the role's actor, pending until a host has room."""
-        part, front_end = kept.part, self._cluster.front_end
+    def _place(self, kept: _Kept) -> tuple[int, Any]:
+        """Epoch and actor of a new place, pending until a host has room."""
+        part, front_end, epoch = kept.part, self._cluster.front_end, time.time_ns()
         http = {name: getattr(front_end, name) for name in _HTTP}
-        http["has_key"] = self._cluster.scaling is not None and front_end.api_keys is not None
+        http["has_key"] = front_end.api_keys is not None
         options = ray.remote(RoleActor).options(
-            name=f"{kept.name}@{kept.epoch}",
+            name=f"{kept.name}@{epoch}",
             lifetime="detached",
             num_cpus=part.num_cores or 1,
             num_gpus=part.num_gpus,
@@ -225,7 +239,7 @@ class Keeper:
             scheduling_strategy="SPREAD" if part.role in _SPREAD else "DEFAULT",
             label_selector=_elsewhere(self._drained),
         )
-        return options.remote(part, kept.number, http)
+        return epoch, options.remote(part, kept.number, http)
 
     def _send_book(self) -> None:
         for kept in self._kept.values():
@@ -255,7 +269,7 @@ class Keeper:
     async def drain(self, host: str) -> None:
         """Move a host's roles elsewhere, in turn; none return until `undrain`.
 
-        Raises ConfigError for an unknown host, and for a role without room elsewhere.
+        Raises ConfigError for an unknown host, a silent role, and a role without room elsewhere.
         """
         hosts = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         if host not in hosts:
@@ -264,6 +278,9 @@ class Keeper:
             )
         await self._begun
         async with self._changing:
+            for kept in self._kept.values():
+                if kept.facts is not None and not kept.facts.host:
+                    raise ConfigError(f"the host of {kept.name} does not answer; call drain again later")
             await self._set_drained(self._drained | {host})
             for kept in sorted(self._kept.values(), key=lambda kept: _LEAVES.index(kept.part.role)):
                 if kept.facts is not None and kept.facts.host == host:
@@ -282,34 +299,48 @@ class Keeper:
     async def _set_drained(self, hosts: set[str]) -> None:
         self._drained = hosts
         self._drained_file.write_text(" ".join(sorted(hosts)))
-        for kept in [kept for kept in self._kept.values() if kept.facts is None]:
-            await self._start_anew(kept, None)  # by the new hosts
+        for kept in self._kept.values():
+            if kept.actor is not None and kept.facts is None:
+                await self._start_anew(kept)  # by the new hosts
 
     async def _move(self, kept: _Kept) -> None:
-        kept.epoch += 1
-        actor = self._place(kept)
+        epoch, actor = self._place(kept)
+        placed = asyncio.ensure_future(actor.facts.remote())
         try:
-            await asyncio.wait_for(actor.facts.remote(), _ROOM_S)
-        except (RayError, asyncio.TimeoutError) as error:
+            await asyncio.wait([placed, self._ending], timeout=_ROOM_S, return_when=asyncio.FIRST_COMPLETED)
+            placed.cancel()
+            await placed
+        except (RayError, asyncio.CancelledError) as error:
             ray.kill(actor)
             raise ConfigError(
                 f"no other host has room for {kept.name}; add a host, then call drain again"
             ) from error
         logger.info("%s moves to another host", kept.name)
-        await self._start_anew(kept, actor)
+        await self._start_anew(kept, epoch, actor)
         deadline_s = time.monotonic() + _MOVED_S
-        while kept.shown().state not in (RUNNING, READY):
-            if time.monotonic() > deadline_s:
+        while not await self._serves(kept):
+            if self._ending.done() or time.monotonic() > deadline_s:
                 raise ConfigError(f"{kept.name} does not serve at the new host; see moe-lora cluster status")
             await asyncio.sleep(_LOOK_S)
-            await _refresh(kept)
 
-    async def _start_anew(self, kept: _Kept, actor: Any) -> None:
+    async def _serves(self, kept: _Kept) -> bool:
+        """True if a front end is ready, or all front ends send an instance requests."""
+        await _refresh(kept)
+        state, role = kept.shown().state, kept.part.role
+        if role != INSTANCE or self._cluster.front_end.admin_address is not None:  # which has the metrics
+            return state == (READY if role == FRONT_END else RUNNING)
+        found = await asyncio.gather(*map(_snapshot, self._front_ends()))
+        return state == RUNNING and all(one is not None and kept.name in one.live for one in found)
+
+    def _front_ends(self) -> list[_Kept]:
+        return [one for one in self._kept.values() if one.part.role == FRONT_END]
+
+    async def _start_anew(self, kept: _Kept, epoch: int = 0, actor: Any = None) -> None:
         """End a role; start the role at an actor, or at a new one."""
         kept.task.cancel()
         await asyncio.gather(kept.task, return_exceptions=True)
         await self._release(kept)
-        kept.actor, kept.since_s = actor, time.monotonic()
+        kept.epoch, kept.actor, kept.since_s = epoch, actor, time.monotonic()
         kept.task = asyncio.create_task(self._keep(kept))
 
     async def _look(self) -> tuple[Snapshots, Fleet]:
@@ -317,7 +348,7 @@ class Keeper:
 
         kept = list(self._kept.values())
         await asyncio.gather(*map(_refresh, kept))
-        front_ends = [one for one in kept if one.part.role == FRONT_END]
+        front_ends = self._front_ends()
         snapshots = await asyncio.gather(*map(_snapshot, front_ends))
         states = {one.name: one.shown().state for one in kept if one.part.role == INSTANCE}
         roomless = [name for name, state in states.items() if state == WAITING]
@@ -353,12 +384,12 @@ class Keeper:
 
     async def stop(self) -> None:
         """End front ends after open requests, then the rest; delete this host's files."""
+        self._ending.cancel()  # a drain ends
         await asyncio.wait([self._begun])
         if self._scaling is not None:
             self._scaling.cancel()
         async with self._changing:
-            front_ends = [kept for kept in self._kept.values() if kept.part.role == FRONT_END]
-            await self._remove(front_ends)
+            await self._remove(self._front_ends())
             await self._remove(list(self._kept.values()))
             self._enrolment.stop()
             sweep_folders(Path(tempfile.gettempdir()), PREFIX)
@@ -391,16 +422,12 @@ async def _snapshot(kept: _Kept) -> Snapshot | None:
     return found
 
 
-def alive_roles() -> dict[str, tuple[int, Any]]:
-    """Epoch and actor of the roles in this namespace; earlier actors of a role are ended."""
-    found: dict[str, tuple[int, Any]] = {}
-    names = [full.split("@") for full in ray.util.list_named_actors() if "@" in full]
-    for name, epoch in sorted(names, key=lambda one: int(one[1])):
+def alive_roles() -> list[tuple[str, int, Any]]:
+    """Name, epoch and actor of the roles in this namespace; a moving role has two."""
+    found = []
+    for name, _, epoch in (full.partition("@") for full in ray.util.list_named_actors() if "@" in full):
         with suppress(ValueError):  # the actor ended meanwhile
-            actor = ray.get_actor(f"{name}@{epoch}")
-            if name in found:
-                ray.kill(found[name][1])
-            found[name] = int(epoch), actor
+            found.append((name, int(epoch), ray.get_actor(f"{name}@{epoch}")))
     return found
 
 

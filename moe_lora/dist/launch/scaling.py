@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,7 +23,7 @@ from moe_lora.core.clock import Clock, WallClock
 logger = logging.getLogger(__name__)
 
 _RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting_by_reason"
-_TTFT = "vllm:time_to_first_token_seconds_bucket"
+_TTFT, _UP = "vllm:time_to_first_token_seconds_bucket", "moe_lora:instance_up"
 _SHARE, _LEAST = 0.95, 20
 """P95 of at least so many requests."""
 
@@ -33,12 +33,13 @@ class Snapshot:
     """Metrics of a front end.
 
     waiting: for room.  running: other requests.  within: requests since the start, by bounds of TTFT in
-    seconds.
+    seconds.  live: names of instances.
     """
 
     waiting: float
     running: float
     within: Mapping[float, float]
+    live: Collection[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +74,18 @@ Snapshots = Mapping[str, Snapshot | None]
 
 def read_snapshot(text: str) -> Snapshot | None:
     """A snapshot in Prometheus' format; None without an engine."""
-    lines = [line for line in text.splitlines(keepends=True) if line.startswith((_RUNNING, _WAITING, _TTFT))]
-    found = {
-        (one.name, one.labels.get("reason") or one.labels.get("le")): one.value
-        for family in text_string_to_metric_families("".join(lines))
-        for one in family.samples
-    }
+    names = (_RUNNING, _WAITING, _TTFT, _UP)
+    lines = [line for line in text.splitlines(keepends=True) if line.startswith(names)]
+    families = text_string_to_metric_families("".join(lines))
+    samples = [one for family in families for one in family.samples]
+    found = {(one.name, one.labels.get("reason") or one.labels.get("le")): one.value for one in samples}
     if (_RUNNING, None) not in found:
         return None
     return Snapshot(
         waiting=found[_WAITING, "capacity"],
         running=found[_RUNNING, None] + found[_WAITING, "deferred"],
         within={float(bound): value for (name, bound), value in found.items() if name == _TTFT and bound},
+        live=[one.labels["instance"] for one in samples if one.name == _UP and one.value],
     )
 
 
