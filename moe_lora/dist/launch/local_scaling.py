@@ -71,7 +71,8 @@ class LocalScaling:
         self._number = number
 
     async def _add(self, number: int, limit_s: float) -> None:
-        added = [replace(role, yields=True) for role in instance_roles(number, self._file)[self._number :]]
+        roles = instance_roles(number, self._file)[self._number :]
+        added = [replace(role, yields=True, added=True) for role in roles]
         names = {role.name for role in added}
         for role in added:
             self._registry.number_of(role.name)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -56,12 +57,15 @@ async def tokens_of(fleet, request: GenerateRequest) -> list[int]:
     return [token async for output in fleet.generate(request) for token in output.token_ids]
 
 
-def test_an_instance_joins_warm_and_leaves_by_draining_and_no_request_fails(caplog):
+def test_an_instance_joins_warm_and_leaves_by_draining_and_no_request_fails(caplog, tmp_path):
     """Requests run all the time, and have the tokens of one undisturbed instance."""
     caplog.set_level("INFO", logger="moe_lora")
+    gone = tmp_path / "gone"
+    shutil.copytree(ADAPTERS[0][1], gone)
+    cluster = replace(CLUSTER, engine=replace(ENGINE, adapters=(*ADAPTERS, ("gone", str(gone)))))
 
     async def run() -> None:
-        async with local_instances(CLUSTER) as controlled:
+        async with local_instances(cluster) as controlled:
             fleet, call = controlled.fleet, controlled.controller.call
             expected = [await tokens_of(fleet, ask(number)) for number in range(4)]
             changing = True
@@ -76,6 +80,8 @@ def test_an_instance_joins_warm_and_leaves_by_draining_and_no_request_fails(capl
 
             clients = [asyncio.create_task(client(number)) for number in range(4)]
             await call("load_adapter", "later", ADAPTERS[0][1], replace=True)
+            await call("unload_adapter", "gone")
+            shutil.rmtree(gone)
             await call("scale_instances", 2, PATIENCE_S)
             stats = await fleet.stats()
             assert [(one.name, one.live) for one in stats.instances] == [
