@@ -72,7 +72,9 @@ class LocalScaling:
 
     async def _add(self, number: int, limit_s: float) -> None:
         roles = instance_roles(number, self._file)[self._number :]
-        added = [replace(role, yields=True, added=True) for role in roles]
+        engine = self._cluster.engine
+        yields = engine.num_ranks == 1 and not engine.host_workers  # children keep the priority for ever
+        added = [replace(role, yields=yields, added=True) for role in roles]
         names = {role.name for role in added}
         for role in added:
             self._registry.number_of(role.name)

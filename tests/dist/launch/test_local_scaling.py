@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,8 +20,9 @@ from moe_lora.dist.cluster.controller import instance_control
 from moe_lora.dist.cluster.controller.cluster_state import Figures
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.launch import cluster_file, host_roles, local_scaling
+from moe_lora.dist.launch.host_roles import Role
 from moe_lora.dist.launch.local import local_instances
-from moe_lora.dist.launch.local_scaling import by_load, check_scaling
+from moe_lora.dist.launch.local_scaling import LocalScaling, by_load, check_scaling
 from moe_lora.dist.launch.scaling import Fleet, FleetLoad
 from moe_lora.serve.metrics import Metrics
 from tests.dist.cluster.controller.parts import until
@@ -123,6 +125,59 @@ def test_a_failed_start_leaves_the_former_number(monkeypatch):
             with pytest.raises(ConfigError, match="3 instances are outside of"):
                 await controlled.controller.call("scale_instances", 3, PATIENCE_S)
             assert [one.name for one in (await controlled.fleet.stats()).instances] == ["instance-0"]
+
+    asyncio.run(run())
+
+
+class Client:
+    """Of an engine that has ended."""
+
+    async def stats(self):
+        raise EngineDeadError("it has ended")
+
+    async def call(self, *args):
+        pass
+
+
+class Scaled:
+    """A controller of the instance instance-0, and of those that `roles` adds."""
+
+    def __init__(self, roles, engine=ENGINE) -> None:
+        self.registry = InstanceRegistry(())
+        self.control = instance_control.InstanceControl(self.registry, drain_s=1.0)
+        self.enter("instance-0")
+        controlled = SimpleNamespace(
+            controller=SimpleNamespace(instances=self.control), instance_registry=self.registry
+        )
+        LocalScaling(replace(CLUSTER, engine=engine), 0, roles, controlled)
+
+    def enter(self, name: str, *, live: bool = True) -> None:
+        self.registry.enter(name, Client()).live = live
+
+
+RANKED = """
+import subprocess, sys, time
+from moe_lora.dist.launch.host_roles import say_started
+rank = subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True)
+print(rank.pid, file=open(sys.argv[1], "w"))
+say_started(int(sys.argv[sys.argv.index("--status-fd") + 1]))
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("settings", [{"tensor_parallel": 2}, {"expert_parallel": 2}, {"host_workers": 1}])
+def test_further_processes_of_an_added_instance_have_the_priority_of_others(monkeypatch, tmp_path, settings):
+    role = Role(name="instance-1", kind="instance", words=("-c", RANKED, str(tmp_path / "rank")))
+    monkeypatch.setattr(local_scaling, "instance_roles", lambda number, file: [None, role])
+
+    async def run() -> None:
+        roles = host_roles.HostRoles([])
+        scaled = Scaled(roles, replace(ENGINE, **settings))
+        scaled.enter("instance-1")
+        await scaled.control.scale_instances(2, PATIENCE_S)
+        rank = int((tmp_path / "rank").read_text())
+        assert os.getpriority(os.PRIO_PROCESS, rank) == os.getpriority(os.PRIO_PROCESS, 0)
+        await roles.stop()
 
     asyncio.run(run())
 
