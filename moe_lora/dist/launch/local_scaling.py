@@ -65,7 +65,8 @@ class LocalScaling:
         _check_number(self._cluster, number)
         before = self._number
         if number < before:
-            await self._remove(instance_names(before)[number:])
+            self._control.check_leaving(leaving := instance_names(before)[number:])
+            await self._remove(leaving)
         elif number > before:
             await self._add(number, limit_s)
         self._number = number

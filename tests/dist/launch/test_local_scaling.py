@@ -149,7 +149,8 @@ class Scaled:
         controlled = SimpleNamespace(
             controller=SimpleNamespace(instances=self.control), instance_registry=self.registry
         )
-        LocalScaling(replace(CLUSTER, engine=engine), 0, roles, controlled)
+        cluster = replace(CLUSTER, engine=engine, scaling=ScalingConfig(max_instances=3))
+        LocalScaling(cluster, 0, roles, controlled)
 
     def enter(self, name: str, *, live: bool = True) -> None:
         self.registry.enter(name, Client()).live = live
@@ -178,6 +179,88 @@ def test_further_processes_of_an_added_instance_have_the_priority_of_others(monk
         rank = int((tmp_path / "rank").read_text())
         assert os.getpriority(os.PRIO_PROCESS, rank) == os.getpriority(os.PRIO_PROCESS, 0)
         await roles.stop()
+
+    asyncio.run(run())
+
+
+class Roles:
+    """Names of kept roles.  An added process does not dial in, and an ended one is away, but for a test."""
+
+    def __init__(self) -> None:
+        self.kept = ["instance-0"]
+        self.on_add = self.on_remove = lambda name: None
+
+    def add(self, role: Role) -> asyncio.Future[None]:
+        self.kept.append(role.name)
+        self.on_add(role.name)
+        ready = asyncio.get_running_loop().create_future()
+        ready.set_result(None)
+        return ready
+
+    async def remove(self, name: str) -> None:
+        self.kept.remove(name)
+        self.on_remove(name)
+
+
+async def fail_to_add(scaled: Scaled) -> None:
+    with pytest.raises(EngineDeadError, match=r"instance-1 did not start within limit_s=0\.01; there are 1"):
+        await scaled.control.scale_instances(2, 0.01)
+
+
+@pytest.fixture
+def roles(monkeypatch) -> Roles:
+    monkeypatch.setattr(instance_control, "SETTLE_S", 0.01)
+    return Roles()
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_process_that_dials_in_at_its_end_is_forgotten(roles, monkeypatch, live):
+    monkeypatch.setattr(instance_control, "LEAVE_S", 0.01)
+
+    async def run() -> None:
+        scaled = Scaled(roles)
+        roles.on_remove = lambda name: scaled.enter(name, live=live)
+        await fail_to_add(scaled)
+        assert [one.name for one in scaled.registry.instances] == roles.kept == ["instance-0"]
+
+    asyncio.run(run())
+
+
+def test_a_failed_start_ends_all_its_processes_though_no_other_takes_requests(roles):
+    async def run() -> None:
+        scaled = Scaled(roles)
+        [first] = scaled.registry.instances
+
+        def add(name: str) -> None:
+            scaled.enter(name, live=name == "instance-1")
+            first.live = False
+
+        roles.on_add = add
+        with pytest.raises(EngineDeadError, match="instance-1, instance-2 did not start"):
+            await scaled.control.scale_instances(3, 0.01)
+        assert [one.name for one in scaled.registry.instances] == roles.kept == ["instance-0"]
+        first.live = True
+        roles.on_add = scaled.enter
+        await scaled.control.scale_instances(2, PATIENCE_S)
+        assert [one.name for one in scaled.registry.live] == roles.kept == ["instance-0", "instance-1"]
+        first.live = False
+        with pytest.raises(ConfigError, match="instance-1 can't leave: no other takes requests"):
+            await scaled.control.scale_instances(1, PATIENCE_S)
+        assert roles.kept == ["instance-0", "instance-1"]
+
+    asyncio.run(run())
+
+
+def test_an_instance_that_was_drained_and_left_takes_requests_when_it_is_added_again(roles):
+    async def run() -> None:
+        scaled = Scaled(roles)
+        roles.on_add = scaled.enter
+        await scaled.control.scale_instances(2, PATIENCE_S)
+        await scaled.control.drain_instance("instance-1")
+        roles.on_remove = lambda name: scaled.enter(name, live=False)
+        await scaled.control.scale_instances(1, PATIENCE_S)
+        await scaled.control.scale_instances(2, PATIENCE_S)
+        assert [one.name for one in scaled.registry.undrained] == ["instance-0", "instance-1"]
 
     asyncio.run(run())
 

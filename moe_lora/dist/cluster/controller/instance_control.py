@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.1
 SETTLE_S = 0.5
 """Time until all front ends know of a drain."""
+LEAVE_S = 20.0
+"""Limit for the end of an ended process's connection."""
 
 
 class InstanceControl:
@@ -103,26 +105,36 @@ class InstanceControl:
         async with self.changing:
             await self.scale(number, limit_s)
 
-    async def remove(self, names: Collection[str], end: Callable[[], Awaitable[None]]) -> None:
-        """Drain instances together, end the processes by `end`, and forget the instances.
-
-        Raises ConfigError if no other takes requests.
-        """
-        leaving = [one for one in self._registry.instances if one.name in names]
-        if leaving and not any(one.name not in names for one in self._registry.undrained):
+    def check_leaving(self, names: Collection[str]) -> None:
+        """Raises ConfigError if instances leave, and no other takes requests."""
+        stays = any(one.name not in names for one in self._registry.undrained)
+        if not stays and any(one.name in names for one in self._registry.live):
             raise ConfigError(f"{', '.join(names)} can't leave: no other takes requests; undrain one first")
-        self._registry.drains.restart(names)
+
+    async def remove(self, names: Collection[str], end: Callable[[], Awaitable[None]]) -> None:
+        """Drain instances together, end the processes by `end`, and forget the instances and their drains."""
+
+        def leaving() -> list[Instance]:
+            return [one for one in self._registry.instances if one.name in names]
+
+        drains = self._registry.drains
+        drains.restart(names)
         logger.info("instances %s are drained, to end for good", ", ".join(names))
         try:
             await asyncio.sleep(SETTLE_S)
-            await asyncio.gather(*map(self._until_idle, leaving), return_exceptions=True)
+            live = [one for one in leaving() if one.live]
+            await asyncio.gather(*map(self._until_idle, live), return_exceptions=True)
             await end()
-            while any(one.live for one in leaving):
-                await asyncio.sleep(LOOK_S)
-            for one in leaving:
+            with move_on_after(LEAVE_S):
+                await asyncio.sleep(LOOK_S)  # the last dial-in may still be in the socket
+                while any(one.live for one in leaving()):
+                    await asyncio.sleep(LOOK_S)
+            for one in leaving():
                 self._registry.remove(one)
+            for name in drains.by_operator.intersection(names):
+                drains.order(name, drained=False)
         finally:
-            self._registry.drains.restart(())
+            drains.restart(())
 
     def _not_drained(self) -> list[Instance]:
         """Includes returning instances."""
