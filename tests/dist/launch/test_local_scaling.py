@@ -265,6 +265,18 @@ def test_an_instance_that_was_drained_and_left_takes_requests_when_it_is_added_a
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(("verb", "what"), [("scale_instances", 2), ("restart_instance", "instance-0")])
+def test_a_change_waits_for_another_no_longer_than_its_limit(roles, verb, what):
+    async def run() -> None:
+        scaled = Scaled(roles)
+        async with scaled.control.changing:
+            with pytest.raises(EngineDeadError, match=r"another change .* under way after limit_s=0\.01"):
+                await getattr(scaled.control, verb)(what, 0.01)
+        assert not scaled.control.changing.locked()
+
+    asyncio.run(run())
+
+
 class Decided:
     """A rule that wants the most instances."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager, suppress
 
 from anyio import fail_after, move_on_after
 
@@ -73,9 +73,9 @@ class InstanceControl:
         """Drain an instance, end the process, and return when the supervisor's next process takes part.
 
         Raises ConfigError for an unknown instance, or if all others are drained; EngineDeadError if after
-        limit_s no process takes part, or no other instance serves at all front ends.
+        limit_s no process takes part, no other instance serves at all front ends, or another change goes on.
         """
-        async with self.changing:
+        async with self._change(limit_s):
             instance = await self._named(name)
             await self._check_others(name, self._not_drained)
             await _until(lambda: instance.live, limit_s, _not_here(name))
@@ -102,8 +102,22 @@ class InstanceControl:
                 "the number of instances is fixed: start moe-lora serve with one front end and "
                 "--set scaling.max_instances=N, or call moe-lora cluster scale"
             )
-        async with self.changing:
+        async with self._change(limit_s):
             await self.scale(number, limit_s)
+
+    @asynccontextmanager
+    async def _change(self, limit_s: float) -> AsyncIterator[None]:
+        try:
+            with fail_after(limit_s):
+                await self.changing.acquire()
+        except TimeoutError:
+            raise EngineDeadError(
+                f"another change of instances is under way after limit_s={limit_s:g}; try again later"
+            ) from None
+        try:
+            yield
+        finally:
+            self.changing.release()
 
     def check_leaving(self, names: Collection[str]) -> None:
         """Raises ConfigError if instances leave, and no other takes requests."""
