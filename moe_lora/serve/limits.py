@@ -146,7 +146,7 @@ class Limits:
         self.bodies = Quota(config.max_bodies_bytes, config.max_bodies_bytes_per_client)
         self.queue = Quota(config.max_queued_tokens, config.max_queued_tokens_per_client)
         self._begun_tokens, self._queued_since_s = 0, 0.0
-        self._waiting: dict[str, dict[Waiting, None]] = {}
+        self._waiting: dict[str, dict[Waiting, int]] = {}
         self._proxies = [ipaddress.ip_network(one) for one in config.trusted_proxies]
 
     def change(self, config: LimitsConfig) -> None:
@@ -192,11 +192,14 @@ class Limits:
     def enter_queue(self, choices: Sequence[Waiting], timeout_s: float | None = None) -> None:
         """Count a request's choices before their first token, until `leave_queue`.
 
-        timeout_s: None: unlimited.  Raises ApiError for too many tokens beside waiting requests: 429 for the
-        client's, 503 for all clients'; 429 if the first choice would not start within timeout_s.
+        A request counts at most a client's limit.  timeout_s: None: unlimited.  Raises ApiError for too many
+        tokens beside waiting requests: 429 for the client's, 503 for all clients'; 429 if the first choice
+        would not start within timeout_s.
         """
-        who = choices[0]
-        whose = self.queue.exceeded(who.client, sum(one.num_tokens for one in choices))
+        who, whole = choices[0], sum(one.num_tokens for one in choices)
+        most = min(whole, self.queue.most_per_client)
+        counted = {one: one.num_tokens * most // whole or 1 for one in choices}
+        whose = self.queue.exceeded(who.client, sum(counted.values()))
         if whose == "all" and self.queue.in_all:
             what = "the requests of all clients that wait have too many tokens; try again later"
             retry_s = self._queue_s(self.queue.in_all)
@@ -212,17 +215,16 @@ class Limits:
             raise self.refusal("queue_time", ApiError(429, f"{what}; send it again later", retry_s=retry_s))
         if not self.queue.in_all:
             self._begun_tokens, self._queued_since_s = 0, time.monotonic()
-        for one in choices:
-            self.queue.take(who.client, one.num_tokens)
-        self._waiting.setdefault(who.tenant, {}).update(dict.fromkeys(choices))
+        self.queue.take(who.client, sum(counted.values()))
+        self._waiting.setdefault(who.tenant, {}).update(counted)
 
     def leave_queue(self, who: Waiting, *, begun: bool) -> None:
         """Uncount a choice at its first token or end."""
-        if who not in self._waiting.get(who.tenant, ()):
+        waiting = self._waiting.get(who.tenant, {})
+        if who not in waiting:
             return
-        self.queue.give_back(who.client, who.num_tokens)
-        del self._waiting[who.tenant][who]
-        if not self._waiting[who.tenant]:
+        self.queue.give_back(who.client, waiting.pop(who))
+        if not waiting:
             del self._waiting[who.tenant]
         if begun:
             self._begun_tokens += who.num_tokens

@@ -366,6 +366,23 @@ def test_a_tenant_s_turn_comes_whatever_others_have_waiting(queue):
     assert "about 6 s" in queue.refusal(3.1, tenant="b").message
 
 
+@pytest.mark.parametrize("size", [131072, 300])
+def test_one_request_of_any_size_leaves_room_for_other_clients(size):
+    limits = Limits(LimitsConfig(max_queued_tokens=4 * 1024 * 128, max_queued_tokens_per_client=1024 * 128))
+    one, other = [
+        [Waiting(client=client, tokens=size + number) for number in range(200)] for client in ("a", "b")
+    ]
+    for choices in (one, other):
+        limits.enter_queue(choices)
+        with pytest.raises(ApiError) as refused:
+            limits.enter_queue([Waiting(client=choices[0].client, tokens=20)])
+        assert refused.value.status == 429
+    limits.change(LimitsConfig())
+    for number, choice in enumerate([*one, *other]):
+        limits.leave_queue(choice, begun=bool(number % 2))
+    assert limits.queue.in_all == limits.queue.of_client("a") == limits.queue.of_client("b") == 0
+
+
 def test_a_connection_answered_before_its_body_came_is_closed_when_it_is_idle(tokenizer, often):
     with limited_server(tokenizer, idle_timeout_s=1.0) as (served, _), connect(served) as one:
         one.sendall(HEAD % b"/v1/nothing" + b"Content-Length: 4\r\n\r\n")

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -73,7 +74,8 @@ class Role:
     """A process to keep running.
 
     kind: of roles that can replace each other.  words: command after the interpreter, plus `--status-fd` and
-    `--starts`.  fds: inherited.  yields: lowest priority until ready.
+    `--starts`.  fds: inherited.  yields: lowest priority until ready.  added: starts beside others, as after
+    a first start.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Role:
     fds: tuple[int, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     yields: bool = False
+    added: bool = False
 
 
 class HostRoles:
@@ -116,6 +119,7 @@ class HostRoles:
         self._policy = policy or RestartPolicy()
         self._stopping = False
         self._running: dict[str, tuple[Role, Child]] = {}
+        self._starts: Counter[str] = Counter()
         self._kept: list[str] = []
         self._ready: dict[str, asyncio.Future[None]] = {}
         self._keeping: dict[str, asyncio.Task[None]] = {}
@@ -192,7 +196,7 @@ class HostRoles:
         num_deaths = num_starts = 0
         while not self._stopping:
             started_s = self._clock.now_s()
-            error = await self._live(role, num_starts)
+            error = await self._live(role)
             if self._stopping:
                 return
             num_starts += 1
@@ -209,17 +213,19 @@ class HostRoles:
                 return
             await asyncio.sleep(self._policy.pause_s(num_deaths))
 
-    async def _live(self, role: Role, num_starts: int) -> Exception:
+    async def _live(self, role: Role) -> Exception:
         """Run a role's process; returns its error or exit.
 
         A failure here, e.g. lack of memory, is _Died: the next try may work.
         """
         try:
-            return await self._run(role, num_starts)
+            return await self._run(role)
         except Exception as error:
             return _Died(f"it can't be kept running: {error!r}")
 
-    async def _run(self, role: Role, num_starts: int) -> Exception:
+    async def _run(self, role: Role) -> Exception:
+        num_starts = self._starts[role.name] + role.added
+        self._starts[role.name] += 1
         spare = self._spare if role.kind == INSTANCE else None
         child = (spare and spare.acquire(role.name, num_starts)) or Child(
             *role.words,

@@ -65,13 +65,17 @@ class LocalScaling:
         _check_number(self._cluster, number)
         before = self._number
         if number < before:
-            await self._remove(instance_names(before)[number:])
+            self._control.check_leaving(leaving := instance_names(before)[number:])
+            await self._remove(leaving)
         elif number > before:
             await self._add(number, limit_s)
         self._number = number
 
     async def _add(self, number: int, limit_s: float) -> None:
-        added = [replace(role, yields=True) for role in instance_roles(number, self._file)[self._number :]]
+        roles = instance_roles(number, self._file)[self._number :]
+        engine = self._cluster.engine
+        yields = engine.num_ranks == 1 and not engine.host_workers  # children keep the priority for ever
+        added = [replace(role, yields=yields, added=True) for role in roles]
         names = {role.name for role in added}
         for role in added:
             self._registry.number_of(role.name)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,8 +20,9 @@ from moe_lora.dist.cluster.controller import instance_control
 from moe_lora.dist.cluster.controller.cluster_state import Figures
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.launch import cluster_file, host_roles, local_scaling
+from moe_lora.dist.launch.host_roles import Role
 from moe_lora.dist.launch.local import local_instances
-from moe_lora.dist.launch.local_scaling import by_load, check_scaling
+from moe_lora.dist.launch.local_scaling import LocalScaling, by_load, check_scaling
 from moe_lora.dist.launch.scaling import Fleet, FleetLoad
 from moe_lora.serve.metrics import Metrics
 from tests.dist.cluster.controller.parts import until
@@ -56,12 +59,15 @@ async def tokens_of(fleet, request: GenerateRequest) -> list[int]:
     return [token async for output in fleet.generate(request) for token in output.token_ids]
 
 
-def test_an_instance_joins_warm_and_leaves_by_draining_and_no_request_fails(caplog):
+def test_an_instance_joins_warm_and_leaves_by_draining_and_no_request_fails(caplog, tmp_path):
     """Requests run all the time, and have the tokens of one undisturbed instance."""
     caplog.set_level("INFO", logger="moe_lora")
+    gone = tmp_path / "gone"
+    shutil.copytree(ADAPTERS[0][1], gone)
+    cluster = replace(CLUSTER, engine=replace(ENGINE, adapters=(*ADAPTERS, ("gone", str(gone)))))
 
     async def run() -> None:
-        async with local_instances(CLUSTER) as controlled:
+        async with local_instances(cluster) as controlled:
             fleet, call = controlled.fleet, controlled.controller.call
             expected = [await tokens_of(fleet, ask(number)) for number in range(4)]
             changing = True
@@ -76,6 +82,8 @@ def test_an_instance_joins_warm_and_leaves_by_draining_and_no_request_fails(capl
 
             clients = [asyncio.create_task(client(number)) for number in range(4)]
             await call("load_adapter", "later", ADAPTERS[0][1], replace=True)
+            await call("unload_adapter", "gone")
+            shutil.rmtree(gone)
             await call("scale_instances", 2, PATIENCE_S)
             stats = await fleet.stats()
             assert [(one.name, one.live) for one in stats.instances] == [
@@ -117,6 +125,154 @@ def test_a_failed_start_leaves_the_former_number(monkeypatch):
             with pytest.raises(ConfigError, match="3 instances are outside of"):
                 await controlled.controller.call("scale_instances", 3, PATIENCE_S)
             assert [one.name for one in (await controlled.fleet.stats()).instances] == ["instance-0"]
+
+    asyncio.run(run())
+
+
+class Client:
+    """Of an engine that has ended."""
+
+    async def stats(self):
+        raise EngineDeadError("it has ended")
+
+    async def call(self, *args):
+        pass
+
+
+class Scaled:
+    """A controller of the instance instance-0, and of those that `roles` adds."""
+
+    def __init__(self, roles, engine=ENGINE) -> None:
+        self.registry = InstanceRegistry(())
+        self.control = instance_control.InstanceControl(self.registry, drain_s=1.0)
+        self.enter("instance-0")
+        controlled = SimpleNamespace(
+            controller=SimpleNamespace(instances=self.control), instance_registry=self.registry
+        )
+        cluster = replace(CLUSTER, engine=engine, scaling=ScalingConfig(max_instances=3))
+        LocalScaling(cluster, 0, roles, controlled)
+
+    def enter(self, name: str, *, live: bool = True) -> None:
+        self.registry.enter(name, Client()).live = live
+
+
+RANKED = """
+import subprocess, sys, time
+from moe_lora.dist.launch.host_roles import say_started
+rank = subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True)
+print(rank.pid, file=open(sys.argv[1], "w"))
+say_started(int(sys.argv[sys.argv.index("--status-fd") + 1]))
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("settings", [{"tensor_parallel": 2}, {"expert_parallel": 2}, {"host_workers": 1}])
+def test_further_processes_of_an_added_instance_have_the_priority_of_others(monkeypatch, tmp_path, settings):
+    role = Role(name="instance-1", kind="instance", words=("-c", RANKED, str(tmp_path / "rank")))
+    monkeypatch.setattr(local_scaling, "instance_roles", lambda number, file: [None, role])
+
+    async def run() -> None:
+        roles = host_roles.HostRoles([])
+        scaled = Scaled(roles, replace(ENGINE, **settings))
+        scaled.enter("instance-1")
+        await scaled.control.scale_instances(2, PATIENCE_S)
+        rank = int((tmp_path / "rank").read_text())
+        assert os.getpriority(os.PRIO_PROCESS, rank) == os.getpriority(os.PRIO_PROCESS, 0)
+        await roles.stop()
+
+    asyncio.run(run())
+
+
+class Roles:
+    """Names of kept roles.  An added process does not dial in, and an ended one is away, but for a test."""
+
+    def __init__(self) -> None:
+        self.kept = ["instance-0"]
+        self.on_add = self.on_remove = lambda name: None
+
+    def add(self, role: Role) -> asyncio.Future[None]:
+        self.kept.append(role.name)
+        self.on_add(role.name)
+        ready = asyncio.get_running_loop().create_future()
+        ready.set_result(None)
+        return ready
+
+    async def remove(self, name: str) -> None:
+        self.kept.remove(name)
+        self.on_remove(name)
+
+
+async def fail_to_add(scaled: Scaled) -> None:
+    with pytest.raises(EngineDeadError, match=r"instance-1 did not start within limit_s=0\.01; there are 1"):
+        await scaled.control.scale_instances(2, 0.01)
+
+
+@pytest.fixture
+def roles(monkeypatch) -> Roles:
+    monkeypatch.setattr(instance_control, "SETTLE_S", 0.01)
+    return Roles()
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_process_that_dials_in_at_its_end_is_forgotten(roles, monkeypatch, live):
+    monkeypatch.setattr(instance_control, "LEAVE_S", 0.01)
+
+    async def run() -> None:
+        scaled = Scaled(roles)
+        roles.on_remove = lambda name: scaled.enter(name, live=live)
+        await fail_to_add(scaled)
+        assert [one.name for one in scaled.registry.instances] == roles.kept == ["instance-0"]
+
+    asyncio.run(run())
+
+
+def test_a_failed_start_ends_all_its_processes_though_no_other_takes_requests(roles):
+    async def run() -> None:
+        scaled = Scaled(roles)
+        [first] = scaled.registry.instances
+
+        def add(name: str) -> None:
+            scaled.enter(name, live=name == "instance-1")
+            first.live = False
+
+        roles.on_add = add
+        with pytest.raises(EngineDeadError, match="instance-1, instance-2 did not start"):
+            await scaled.control.scale_instances(3, 0.01)
+        assert [one.name for one in scaled.registry.instances] == roles.kept == ["instance-0"]
+        first.live = True
+        roles.on_add = scaled.enter
+        await scaled.control.scale_instances(2, PATIENCE_S)
+        assert [one.name for one in scaled.registry.live] == roles.kept == ["instance-0", "instance-1"]
+        first.live = False
+        with pytest.raises(ConfigError, match="instance-1 can't leave: no other takes requests"):
+            await scaled.control.scale_instances(1, PATIENCE_S)
+        assert roles.kept == ["instance-0", "instance-1"]
+
+    asyncio.run(run())
+
+
+def test_an_instance_that_was_drained_and_left_takes_requests_when_it_is_added_again(roles):
+    async def run() -> None:
+        scaled = Scaled(roles)
+        roles.on_add = scaled.enter
+        await scaled.control.scale_instances(2, PATIENCE_S)
+        await scaled.control.drain_instance("instance-1")
+        roles.on_remove = lambda name: scaled.enter(name, live=False)
+        await scaled.control.scale_instances(1, PATIENCE_S)
+        await scaled.control.scale_instances(2, PATIENCE_S)
+        assert [one.name for one in scaled.registry.undrained] == ["instance-0", "instance-1"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("verb", "what"), [("scale_instances", 2), ("restart_instance", "instance-0")])
+def test_a_change_waits_for_another_no_longer_than_its_limit(roles, verb, what):
+    async def run() -> None:
+        scaled = Scaled(roles)
+        async with scaled.control.changing:
+            with pytest.raises(EngineDeadError, match=r"another change .* under way after limit_s=0\.01"):
+                await getattr(scaled.control, verb)(what, 0.01)
+        assert not scaled.control.changing.locked()
 
     asyncio.run(run())
 

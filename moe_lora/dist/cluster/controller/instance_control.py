@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager, suppress
 
 from anyio import fail_after, move_on_after
 
@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.1
 SETTLE_S = 0.5
 """Time until all front ends know of a drain."""
+LEAVE_S = 20.0
+"""Limit for the end of an ended process's connection."""
 
 
 class InstanceControl:
@@ -71,9 +73,9 @@ class InstanceControl:
         """Drain an instance, end the process, and return when the supervisor's next process takes part.
 
         Raises ConfigError for an unknown instance, or if all others are drained; EngineDeadError if after
-        limit_s no process takes part, or no other instance serves at all front ends.
+        limit_s no process takes part, no other instance serves at all front ends, or another change goes on.
         """
-        async with self.changing:
+        async with self._change(limit_s):
             instance = await self._named(name)
             await self._check_others(name, self._not_drained)
             await _until(lambda: instance.live, limit_s, _not_here(name))
@@ -100,29 +102,53 @@ class InstanceControl:
                 "the number of instances is fixed: start moe-lora serve with one front end and "
                 "--set scaling.max_instances=N, or call moe-lora cluster scale"
             )
-        async with self.changing:
+        async with self._change(limit_s):
             await self.scale(number, limit_s)
 
-    async def remove(self, names: Collection[str], end: Callable[[], Awaitable[None]]) -> None:
-        """Drain instances together, end the processes by `end`, and forget the instances.
+    @asynccontextmanager
+    async def _change(self, limit_s: float) -> AsyncIterator[None]:
+        try:
+            with fail_after(limit_s):
+                await self.changing.acquire()
+        except TimeoutError:
+            raise EngineDeadError(
+                f"another change of instances is under way after limit_s={limit_s:g}; try again later"
+            ) from None
+        try:
+            yield
+        finally:
+            self.changing.release()
 
-        Raises ConfigError if no other takes requests.
-        """
-        leaving = [one for one in self._registry.instances if one.name in names]
-        if leaving and not any(one.name not in names for one in self._registry.undrained):
+    def check_leaving(self, names: Collection[str]) -> None:
+        """Raises ConfigError if instances leave, and no other takes requests."""
+        stays = any(one.name not in names for one in self._registry.undrained)
+        if not stays and any(one.name in names for one in self._registry.live):
             raise ConfigError(f"{', '.join(names)} can't leave: no other takes requests; undrain one first")
-        self._registry.drains.restart(names)
+
+    async def remove(self, names: Collection[str], end: Callable[[], Awaitable[None]]) -> None:
+        """Drain instances together, end the processes by `end`, and forget the instances and their drains."""
+
+        def leaving() -> list[Instance]:
+            return [one for one in self._registry.instances if one.name in names]
+
+        drains = self._registry.drains
+        drains.restart(names)
         logger.info("instances %s are drained, to end for good", ", ".join(names))
         try:
             await asyncio.sleep(SETTLE_S)
-            await asyncio.gather(*map(self._until_idle, leaving), return_exceptions=True)
+            live = [one for one in leaving() if one.live]
+            await asyncio.gather(*map(self._until_idle, live), return_exceptions=True)
             await end()
-            while any(one.live for one in leaving):
-                await asyncio.sleep(LOOK_S)
-            for one in leaving:
+            with move_on_after(LEAVE_S):
+                await asyncio.sleep(LOOK_S)  # the last dial-in may still be in the socket
+                while any(one.live for one in leaving()):
+                    await asyncio.sleep(LOOK_S)
+            for one in leaving():
                 self._registry.remove(one)
+            for name in drains.by_operator.intersection(names):
+                drains.order(name, drained=False)
         finally:
-            self._registry.drains.restart(())
+            drains.restart(())
 
     def _not_drained(self) -> list[Instance]:
         """Includes returning instances."""
