@@ -143,6 +143,13 @@ def test_popularity_comes_from_the_trace_unless_given(tmp_path: Path) -> None:
     assert planned(trace, "--popularity", str(counts))["inputs"]["num_adapters"] == 2
 
 
+def test_prefixes_are_by_adapter_only_where_the_plan_is_for_the_traces(tmp_path: Path) -> None:
+    rows = [{"adapter": f"a{i}", "hash_ids": [0], "prompt_tokens": 1024} for i in range(8)]
+    trace = write_trace(tmp_path / "named.jsonl", rows)
+    for words, share in (((), 0.0), (("--adapters", "4"), 7 / 16)):
+        assert planned(trace, *words)["inputs"]["prompts"]["hit_share"] == share
+
+
 @pytest.mark.parametrize(
     ("popularity", "same_as"),
     [

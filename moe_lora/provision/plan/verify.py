@@ -101,7 +101,7 @@ def planned_load(
         names = tuple(str(index) for index in range(len(inputs.probabilities)))
         popularity = Popularity(names, tuple(inputs.probabilities.tolist()))
         popular = [names[index] for index in np.argsort(-inputs.probabilities, kind="stable")]
-        trace = replace(trace, requests=tuple(replace(one, adapter=None) for one in trace.requests))
+        trace = trace.without_adapters()
     kinds = {}
     if trace.has_arrival_times and trace.requests[-1].arrival_s > trace.requests[0].arrival_s:
         own = inputs.trace_rate_per_s
