@@ -449,7 +449,7 @@ def test_the_readmes_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_files_that_cant_be_written_are_refused_before_planning(trace: Path, tmp_path: Path) -> None:
-    missing, same = tmp_path / "none" / "plan.yaml", tmp_path / "plan"
+    missing, same = trace / "plan.yaml", tmp_path / "plan"
     for options, words in (
         (("--out", str(missing)), "there is no folder"),
         (("--out", str(same), "--report", str(same)), "--out and --report are the same file"),
@@ -457,5 +457,4 @@ def test_files_that_cant_be_written_are_refused_before_planning(trace: Path, tmp
         result = run(trace, "--adapters", "64", *options)
         assert result.exit_code == 2
         assert words in result.output
-    assert not missing.parent.exists()
     assert not same.exists()
