@@ -48,6 +48,8 @@ def plan_inputs(options: dict[str, Any], trace: Trace) -> PlanInputs:
     refuse_widths(shape, quantisation["quantize"], quantisation["quantize_group_size"])
     load = trace_statistics(options["trace"], options["format"])
     popularity, source = _popularity(options, load)
+    if source != _OF_TRACE:
+        trace = trace.without_adapters()
     goals = {name: options[name] for name in settings_of(PlanGoals)}
     PlanGoals(**goals)  # checks the settings
     instance_gpus, assumed = options["instance_gpus"], _assumed(options["assume"])

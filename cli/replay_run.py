@@ -219,7 +219,7 @@ def save(run: dict[str, Any], options: dict[str, Any]) -> list[str]:
             continue
         try:
             write(path, run)
-        except (OSError, ValueError) as error:
+        except Exception as error:
             failures.append(f"{path} was not written: {error}")
             continue
         if not options["quiet"]:

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import tempfile
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def check_targets(**paths: str | Path | None) -> None:
-    """Raises ValueError with the option unless these files can all be written.
-
-    Each file needs an existing folder and a distinct path.
-    """
+    """Raises ValueError with the option unless these files can all be written; makes missing folders."""
     names: dict[Path, str] = {}
     for key, given in paths.items():
         if given is None:
@@ -45,10 +43,13 @@ def check_targets(**paths: str | Path | None) -> None:
         path = Path(given).resolve()
         if path.is_dir():
             raise ValueError(f"--{name}={given} is a folder; give a file")
-        if not path.parent.is_dir() or not (path.exists() or os.access(path.parent, os.W_OK)):
-            raise ValueError(
-                f"--{name}={given}: there is no folder {path.parent} to write to; make it, or write elsewhere"
-            )
+        if path.is_file() or not path.exists():
+            with suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+                raise ValueError(
+                    f"--{name}={given}: there is no folder {path.parent} to write to; write elsewhere"
+                )
         if path in names:
             raise ValueError(f"--{names[path]} and --{name} are the same file, {given}; give two")
         names[path] = name

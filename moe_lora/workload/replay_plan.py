@@ -267,9 +267,13 @@ def _with_rows(
     plan: list[PlannedRequest], rows: Sequence[PromptRow], options: WorkloadOptions
 ) -> list[PlannedRequest]:
     most = options.max_prompt_tokens
-    if most is not None and any(row.answer is not None for row in rows):
-        raise ValueError("the prompts have answers, which cut prompts lose; leave --max-prompt-tokens out")
     if most is not None:
+        longest = max((row.prompt_tokens for row in rows if row.answer is not None), default=0)
+        if longest > most:
+            raise ValueError(
+                f"a prompt of {longest} tokens has an answer, which a cut prompt loses; "
+                f"give --max-prompt-tokens {longest} or more"
+            )
         rows = [replace(row, prompt=cut_text(row.prompt, most, row.prompt_tokens)) for row in rows]
     chosen = choose_rows([(request.adapter, request.prompt_tokens) for request in plan], rows)
     planned = []

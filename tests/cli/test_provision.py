@@ -143,6 +143,13 @@ def test_popularity_comes_from_the_trace_unless_given(tmp_path: Path) -> None:
     assert planned(trace, "--popularity", str(counts))["inputs"]["num_adapters"] == 2
 
 
+def test_prefixes_are_by_adapter_only_where_the_plan_is_for_the_traces(tmp_path: Path) -> None:
+    rows = [{"adapter": f"a{i}", "hash_ids": [0], "prompt_tokens": 1024} for i in range(8)]
+    trace = write_trace(tmp_path / "named.jsonl", rows)
+    for words, share in (((), 0.0), (("--adapters", "4"), 7 / 16)):
+        assert planned(trace, *words)["inputs"]["prompts"]["hit_share"] == share
+
+
 @pytest.mark.parametrize(
     ("popularity", "same_as"),
     [
@@ -442,7 +449,7 @@ def test_the_readmes_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_files_that_cant_be_written_are_refused_before_planning(trace: Path, tmp_path: Path) -> None:
-    missing, same = tmp_path / "none" / "plan.yaml", tmp_path / "plan"
+    missing, same = trace / "plan.yaml", tmp_path / "plan"
     for options, words in (
         (("--out", str(missing)), "there is no folder"),
         (("--out", str(same), "--report", str(same)), "--out and --report are the same file"),
@@ -450,5 +457,4 @@ def test_files_that_cant_be_written_are_refused_before_planning(trace: Path, tmp
         result = run(trace, "--adapters", "64", *options)
         assert result.exit_code == 2
         assert words in result.output
-    assert not missing.parent.exists()
     assert not same.exists()

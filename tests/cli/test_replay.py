@@ -221,15 +221,16 @@ def test_run_with_no_completed_request_fails_and_says_why(server: Served, tmp_pa
     assert "no request was completed" in result.output
 
 
+@pytest.mark.parametrize("error", [OSError("no space left"), KeyError("no space left")])
 def test_markup_in_a_label_and_a_failed_file_lose_no_other(
-    server: Served, trace: Path, tmp_path: Path
+    server: Served, trace: Path, tmp_path: Path, error: Exception
 ) -> None:
     saved, lines = tmp_path / "r.json", tmp_path / "r.jsonl"
     arguments = ("--label", "run [/a] [int8]", "--save-result", str(saved), "--append-result", str(lines))
-    with patch.object(replay_run, "write_json", side_effect=OSError("no space left")):
+    with patch.object(replay_run, "write_json", side_effect=error):
         result = run(server, trace, *arguments)
     assert result.exit_code == 1
-    assert f"{saved} was not written: no space left" in result.output
+    assert f"{saved} was not written: {error}" in result.output
     assert "run [/a] [int8]" in result.output
     assert len(list(read_results(lines))) == 1
 
@@ -241,7 +242,7 @@ def test_targets_are_checked_before_anything_is_sent(server: Served, trace: Path
     assert "--save-result=" in result.output
     assert "there is no folder" in result.output
     assert len(server.bodies) == sent
-    out = ("--out", str(tmp_path / "none" / "x.json"))
+    out = ("--out", str(trace / "x.json"))
     commands = ("profile-steps", str(tmp_path)), ("operating-points", str(tmp_path), "--slo-ttft-s", "1")
     for command in (commands[0], (*commands[1], "--slo-tpot-s", "1")):
         result = CliRunner().invoke(main, [*command, *out])

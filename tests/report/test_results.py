@@ -67,13 +67,26 @@ def test_pipe_is_written_to_and_a_link_keeps_pointing(tmp_path: Path) -> None:
 def test_targets_that_cant_be_written_are_refused_by_option(tmp_path: Path) -> None:
     for given, words in (
         ({"out": tmp_path}, "--out=.* is a folder"),
-        ({"report": tmp_path / "none" / "x"}, "--report=.*no folder"),
+        ({"report": Path(__file__) / "x"}, "--report=.*no folder"),
         ({"out": tmp_path / "x", "report": f"{tmp_path}/../{tmp_path.name}/x"}, "--out and --report"),
     ):
         with pytest.raises(ValueError, match=words):
             check_targets(**given)
     check_targets(out=tmp_path / "x", report=None)
     assert not list(tmp_path.iterdir())
+    check_targets(out=tmp_path / "a" / "b" / "x")
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_a_file_in_a_folder_without_the_right_to_write_is_refused_and_a_device_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x").write_text("before")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for name in ("x", "new"):
+        with pytest.raises(ValueError, match=r"--out=.*no folder .* to write to"):
+            check_targets(out=tmp_path / name)
+    check_targets(out="/dev/null")
 
 
 def test_kind_must_say_how_the_numbers_came_about(tmp_path: Path) -> None:

@@ -180,10 +180,12 @@ def test_busiest_stretch_begins_where_most_arrivals_fall_within_the_duration() -
         WorkloadOptions(busiest=True)
 
 
-def test_prompts_of_a_file_are_cut_unless_they_have_answers() -> None:
+def test_prompts_of_a_file_are_cut_unless_longer_ones_have_answers() -> None:
     options = WorkloadOptions(max_prompt_tokens=2)
     rows = [PromptRow(None, "word " * 8), PromptRow("named", "word " * 8)]
     plan = make_plan(TRACE, options, rows=rows)
     assert max(request.prompt_tokens for request in plan) <= 2
-    with pytest.raises(ValueError, match=r"answers.* leave --max-prompt-tokens out"):
-        make_plan(TRACE, options, rows=[*rows, PromptRow("named", "a", "b")])
+    short, long = PromptRow("named", "a", "b"), PromptRow("named", "word " * 3, "b")
+    assert any(request.answer for request in make_plan(TRACE, options, rows=[rows[0], short]))
+    with pytest.raises(ValueError, match=rf"of {long.prompt_tokens} tokens .* answer"):
+        make_plan(TRACE, options, rows=[*rows, short, long])

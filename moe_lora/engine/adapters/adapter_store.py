@@ -84,8 +84,8 @@ class AdapterVersion:
 class AdapterStore:
     """Packed adapters by content hash: as mapped files, or in this process's memory.
 
-    in_files: files private to this process.  before_removal: returns once no process will open the file;
-    None: files stay.  host: workers that read the store; closed with this object.
+    in_files: files private to this process.  before_removal: True once no process will open unused files,
+    False for a later removal; None: files stay.  host: workers that read the store; closed with this object.
     """
 
     on_change: Callable[[], None] | None = None
@@ -100,7 +100,7 @@ class AdapterStore:
         *,
         in_files: bool = False,
         store: HostStore | None = None,
-        before_removal: Callable[[], None] | None = None,
+        before_removal: Callable[[], bool] | None = None,
         host: HostWorkers | None = None,
         others_fallback_rows: Callable[[], int] = int,
     ) -> None:
@@ -109,6 +109,7 @@ class AdapterStore:
         self._in_files = in_files
         self._store = store
         self._before_removal = before_removal
+        self._unused: set[str] = set()
         self._kept: dict[str, PackedAdapter] = {}
         self._prepared: dict[str, PackedAdapter] = {}
         self._num_kept: Counter[str] = Counter()
@@ -148,6 +149,7 @@ class AdapterStore:
             prepared = packed.content_hash in self._prepared
             packed = self._prepared.pop(packed.content_hash) if prepared else _nameless(packed)
         self._without_host.discard(packed.content_hash)
+        self._unused.discard(packed.content_hash)
         self._kept.setdefault(packed.content_hash, packed)
         self._num_kept[packed.content_hash] += 1
         return packed
@@ -165,8 +167,9 @@ class AdapterStore:
         del self._kept[content_hash]
         self._without_host.discard(content_hash)
         if self._store is not None and self._before_removal is not None:
-            self._before_removal()
-            self._store.remove(content_hash)
+            self._unused.add(content_hash)
+            while self._unused and self._before_removal():
+                self._store.remove(self._unused.pop())
 
     def place(self, content_hash: str) -> AdapterResidency:
         """Place of a kept adapter's bytes."""

@@ -32,7 +32,7 @@ class LeasedAdapters(AdapterStore):
         server: LoraServerClient,
         *,
         store: HostStore | None = None,
-        before_removal: Callable[[], None] | None = None,
+        before_removal: Callable[[], bool] | None = None,
         host: HostWorkers | None = None,
         others_fallback_rows: Callable[[], int] = int,
     ) -> None:

@@ -13,7 +13,7 @@ from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.config import EngineConfig
 from moe_lora.core.shape import rank_limit
 from moe_lora.engine.arena_size import ArenaSize
-from moe_lora.engine.ranks.followers import HOST_STORE, Followers, RankReport
+from moe_lora.engine.ranks.followers import HOST_STORE, Followers
 from moe_lora.engine.ranks.rank import Rank
 
 from .adapter_store import AdapterStore, ShardSizes
@@ -75,11 +75,10 @@ def make_store(
         store = HostStore(followers.directory / HOST_STORE)
     host = started(store)
 
-    def all_read() -> None:
+    def all_read() -> bool:
         if host is not None:
             host.settle()
-        with followers.answering(RankReport(), followers.timeout_s):
-            pass
+        return followers.all_answered()
 
     options: dict[str, Any] = {}
     if config.num_ranks > 1:
@@ -87,7 +86,7 @@ def make_store(
         if host is not None or config.pool is None:  # all ranks read a pool's file within a load
             options["before_removal"] = all_read
     elif host is not None:
-        options = {"store": host.store, "before_removal": host.settle if store is None else None}
+        options = {"store": host.store, "before_removal": all_read if store is None else None}
     elif config.pool is None and rank.lora_server is None and size.num_host_pages:
         options = {"in_files": True, "store": store}
     if host is not None:

@@ -67,7 +67,7 @@ class PoolAdapters(AdapterStore):
         *,
         sizes: ShardSizes | None = None,
         store: HostStore | None = None,
-        before_removal: Callable[[], None] | None = None,
+        before_removal: Callable[[], bool] | None = None,
         host: HostWorkers | None = None,
         others_fallback_rows: Callable[[], int] = int,
     ) -> None:
@@ -272,9 +272,8 @@ class PoolAdapters(AdapterStore):
         if content_hash in self._with_file:
             assert self._files is not None
             self._with_file.discard(content_hash)
-            if self._before_unshare is not None:
-                self._before_unshare()
-            self._files.remove(content_hash)
+            if self._before_unshare is None or self._before_unshare():
+                self._files.remove(content_hash)
 
     def at_hand(self, content_hash: str) -> PackedAdapter | None:
         """The adapter with its bytes, held or shared."""

@@ -194,6 +194,13 @@ class Followers:
                 for error in filter(None, self._answers(within_s)):
                     raise error
 
+    def all_answered(self) -> bool:
+        """Wait until all have carried out earlier messages; False, at once, if another thread waits."""
+        if self._reading.locked():
+            return False
+        with self.answering(RankReport(), self.timeout_s):
+            return True
+
     def answers(
         self, within_s: float | None = None, until: Connection | None = None
     ) -> list[Exception | None]:

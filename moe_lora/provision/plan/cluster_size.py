@@ -160,7 +160,7 @@ class Cluster:
         room, prompts, context = self.kv_requests, self.inputs.prompts, self.inputs.context_tokens
         parts = 1 if prompts is None else PARTS_OF_A_ROW
         kv = max(1, int((math.sqrt(room + 4) - 2) ** 2 / self.in_service * parts))
-        tokens = context if prompts is None else max(context, prompts.longest)
+        tokens = context if prompts is None else max(context, prompts.longest_kv_tokens)
         if room * context < tokens:
             raise ConfigError(
                 f"the KV of one request of {tokens:.0f} tokens does not fit beside the "

@@ -11,7 +11,7 @@ from moe_lora.timing.host_times import LinkTime
 
 from .cluster_size import Cluster
 from .inputs import SizedCluster
-from .memory import BLOCK_TOKENS, STEPS_TO_FIRST_TOKEN, LoadQueue, miss_share
+from .memory import STEPS_TO_FIRST_TOKEN, LoadQueue, miss_share
 from .sizing import most_running
 from .stages import StepTokens
 
@@ -75,8 +75,7 @@ class Coupled:
         if math.isinf(running):
             return []
         token_bytes, prompts = self._inputs.kv_token_bytes, self._inputs.prompts
-        # the file rounds
-        longest = 0.0 if prompts is None else 1.002 * prompts.longest + BLOCK_TOKENS
+        longest = 0.0 if prompts is None else prompts.longest_kv_tokens
         tokens = max(longest, (running + 4 * math.sqrt(running)) * self._inputs.context_tokens)
         kv_bytes = tokens * token_bytes
         fitting = int((self._room - kv_bytes) / self._inputs.coupled_adapter_bytes)

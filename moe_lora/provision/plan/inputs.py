@@ -66,6 +66,11 @@ class PromptLoad:
         return self.prompt_tokens * (1 - self.hit_share)
 
     @property
+    def longest_kv_tokens(self) -> float:
+        """For the longest request; the plan's file rounds."""
+        return 1.002 * self.longest + BLOCK_TOKENS
+
+    @property
     def per_row(self) -> PromptsPerRow:
         """Prompt work per decode row of a mean step."""
         reads = 1 + self.computed_tokens / CHUNK_TOKENS

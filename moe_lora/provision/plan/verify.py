@@ -42,8 +42,8 @@ ARRIVALS = {
     "poisson": "Poisson arrivals of the plan's rate",
 }
 TAIL = 0.05
-MOST_NEXT = 4
-"""Blocks after one of a conversation; turns end inside."""
+MOST_NEXT, MOST_ENDS = 4, 32
+"""Whole blocks after one of a conversation, and ends of its turns there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ def planned_load(
         names = tuple(str(index) for index in range(len(inputs.probabilities)))
         popularity = Popularity(names, tuple(inputs.probabilities.tolist()))
         popular = [names[index] for index in np.argsort(-inputs.probabilities, kind="stable")]
-        trace = replace(trace, requests=tuple(replace(one, adapter=None) for one in trace.requests))
+        trace = trace.without_adapters()
     kinds = {}
     if trace.has_arrival_times and trace.requests[-1].arrival_s > trace.requests[0].arrival_s:
         own = inputs.trace_rate_per_s
@@ -130,16 +130,19 @@ def _by_conversation(requests: list[PlannedRequest]) -> list[PlannedRequest]:
 
     A block before more others (a system prompt) joins none.
     """
-    paths = [(*one.hash_ids, ~one.index) for one in requests]
     following: defaultdict[int, set[int]] = defaultdict(set)
-    for path in paths:
-        for block, after in pairwise(path):
+    ends = Counter(block for one in requests for block in one.hash_ids[-2:])
+    for one in requests:
+        for block, after in pairwise(one.hash_ids[:-1]):
             following[block].add(after)
+    shared = {block for block, number in ends.items() if number > MOST_ENDS}
+    shared |= {block for block, after in following.items() if len(after) > MOST_NEXT}
     adapters: dict[int, str | None] = {}
     found = []
-    for one, path in zip(requests, paths, strict=True):
-        shared = (number for number, block in enumerate(path, 1) if len(following[block]) > MOST_NEXT)
-        found.append(replace(one, adapter=adapters.setdefault(path[max(shared, default=0)], one.adapter)))
+    for one in requests:
+        path = (*one.hash_ids, ~one.index)
+        place = max((number for number, block in enumerate(path, 1) if block in shared), default=0)
+        found.append(replace(one, adapter=adapters.setdefault(path[place], one.adapter)))
     return found
 
 

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
@@ -64,6 +64,9 @@ class Trace:
     requests: tuple[TraceRequest, ...]
     dropped: dict[str, int] = field(default_factory=dict)
     has_arrival_times: bool = True
+
+    def without_adapters(self) -> Trace:
+        return replace(self, requests=tuple(replace(one, adapter=None) for one in self.requests))
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -24,7 +24,7 @@ from moe_lora.core.errors import ConfigError, EngineDeadError
 from moe_lora.core.host import OwnFolder
 from moe_lora.engine.adapters.make_store import make_store
 from moe_lora.engine.ranks import followers as module
-from moe_lora.engine.ranks.followers import Done, Followers, OrderEnded, start_followers
+from moe_lora.engine.ranks.followers import HOST_STORE, Done, Followers, OrderEnded, start_followers
 from moe_lora.engine.sleep import Sleep
 from tests.dist.cluster_jobs import alive, until
 from tests.engine.parts import packed
@@ -240,22 +240,29 @@ def test_an_answer_to_a_wake_up_is_no_end_of_a_copy(waking):
     assert waking.followers.ended_everywhere([]) == [(7, None)]
 
 
-def test_an_unload_reads_no_answer_to_a_wake_up(waking):
+def test_an_unload_beside_a_wake_up_returns_at_once_and_removes_its_file_later(waking):
     followers, far = waking.followers, waking.far
     config = EngineConfig(model_dir="", tensor_parallel=2)
     no_store = SimpleNamespace(store=None)
     store = make_store(
         config, SimpleNamespace(lora_server=None), None, followers, no_store, None, ExitStack()
     )
-    adapter = store.keep(packed("a"))
-    with ThreadPoolExecutor(1) as thread:
-        unload = thread.submit(store.forget, adapter)
-        until(followers._reading.locked, lambda: "no thread reads answers")
-        far.recv_bytes()
-        far.send(Done(ConfigError("the checkpoint is gone")))
-        waking.gate.set()
-        far.recv_bytes()
-        far.send(Done())
-        with pytest.raises(ConfigError, match="is gone"):
-            waking.done.result(PATIENCE_S)
-        unload.result(PATIENCE_S)
+    unloaded, again, later = (store.keep(packed(name, value=number)) for number, name in enumerate("abc"))
+    for one in (unloaded, again):
+        unload = threading.Thread(target=store.forget, args=[one], daemon=True)
+        unload.start()
+        unload.join(PATIENCE_S)
+        assert not unload.is_alive()
+    store.keep(again)
+    assert len(list((followers.directory / HOST_STORE).glob("*.packed.*"))) == 3
+    far.recv_bytes()
+    assert not far.poll()
+    far.send(Done(ConfigError("the checkpoint is gone")))
+    waking.gate.set()
+    with pytest.raises(ConfigError, match="is gone"):
+        waking.done.result(PATIENCE_S)
+    far.send(Done())
+    far.send(Done())
+    store.forget(later)
+    (left,) = (followers.directory / HOST_STORE).glob("*.packed.*")
+    assert left.name.startswith(again.content_hash)

@@ -26,7 +26,7 @@ from moe_lora.provision.plan.verify import (
     system_of,
 )
 from moe_lora.workload.replay_plan import PlannedRequest
-from moe_lora.workload.traces.records import Trace
+from moe_lora.workload.traces.records import Trace, TraceRequest
 from moe_lora.workload.traces.traces import read_trace
 
 from .plans import inputs, zipf
@@ -199,6 +199,34 @@ def test_a_system_prompt_joins_no_conversations(tmp_path: Path) -> None:
         first, second = ([one.adapter for one in part] for part in (requests[:100], requests[100:]))
         assert len(set(first)) > 25
         assert first == second
+
+
+def short_turns(num_turns: int) -> Trace:
+    """Conversations by turns of 100 tokens; the last block of a prompt is its own."""
+    rows = []
+    for turn in range(num_turns):
+        whole = (turn + 1) * 100 // 512
+        for talk in range(20):
+            ids = (*range(talk * 99, talk * 99 + whole), 10_000 + len(rows))
+            rows.append(TraceRequest(len(rows) / 9, (turn + 1) * 100, 9, hash_ids=ids))
+    return Trace("short", "own", tuple(rows))
+
+
+def test_short_turns_of_a_conversation_have_one_adapter() -> None:
+    trace = short_turns(20)
+    given = inputs(rate_per_s=2.0, probabilities=np.full(50, 1 / 50))
+    for requests in planned_load(given, 2.0, trace, num_requests=400).requests.values():
+        assert prompt_load(requests).hit_share == prompt_load(trace.requests).hit_share > 0
+        grown = [one.adapter for one in requests[100:]]  # prompts of a whole block
+        assert grown == 15 * grown[:20]
+        assert len(set(grown)) > 9
+
+
+def test_many_prompts_that_end_after_one_block_are_no_conversation() -> None:
+    rows = tuple(TraceRequest(i / 9, 1000, 9, hash_ids=(0, 1 + i)) for i in range(100))
+    given = inputs(rate_per_s=2.0, probabilities=np.full(50, 1 / 50))
+    for requests in planned_load(given, 2.0, Trace("t", "own", rows), num_requests=100).requests.values():
+        assert len({one.adapter for one in requests}) > 25
 
 
 def test_named_adapters_of_a_trace_stay(tmp_path: Path) -> None:

@@ -97,6 +97,21 @@ def test_a_longest_request_fits_the_rounded_kv() -> None:
     assert (plan.max_model_len or 10**6) >= 130_001
 
 
+def test_a_longest_request_fits_the_rounded_kv_beside_a_lora_server_or_is_refused() -> None:
+    given = load_inputs(TRACE, "GPT-OSS-20B", rate_per_s=0.01)
+    given = replace(given, shape=replace(given.shape, max_position=10**8))
+
+    def of_length(longest: int) -> PlanInputs:
+        assert given.prompts is not None
+        return replace(given, prompts=replace(given.prompts, longest=longest))
+
+    held = int(Cluster(given).kv_requests * given.context_tokens)
+    with pytest.raises(ConfigError, match="does not fit"):
+        make_plan(of_length(held))
+    longest = int((held - 16) / 1.002)
+    assert (make_plan(of_length(longest)).max_model_len or 0) >= longest
+
+
 def test_a_trace_beyond_the_models_length_is_refused() -> None:
     prompts = prompt_load(trace_of([(40_000, 30)]).requests)
     with pytest.raises(ConfigError, match=r"longest request has 40030 tokens.* max_position=32768"):
