@@ -299,6 +299,11 @@ def config_of(family, **changes):
     return {**whole, **changes}
 
 
+def by_kind(sliding, full):
+    return {"sliding_attention": sliding, "full_attention": full}
+
+
+SU_ROPE = {**{key: value for key, value in LONGROPE.items() if key != "rope_type"}, "type": "su"}
 REFUSED = [
     *((family, {"hidden_act": "gelu"}, "hidden_act='gelu'") for family in ALL_FAMILIES),
     ("mixtral", {"attention_bias": True}, "attention_bias=True"),
@@ -365,6 +370,9 @@ REFUSED = [
     ("phimoe", {"lm_head_bias": "yes"}, "lm_head_bias='yes'"),
     ("phi3", {"rope_parameters": LLAMA3}, "rope_type='llama3'"),
     ("phi3", {"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "rope_scaling.type='yarn'"),
+    ("gemma3", {"rope_parameters": by_kind(PLAIN_ROPE, LONGROPE)}, "'longrope', which is not supported per"),
+    ("olmo3", {"rope_parameters": by_kind(PLAIN_ROPE, PHI_3_ROPE)}, "'longrope', which is not supported per"),
+    ("gemma4", {"rope_parameters": by_kind(SU_ROPE, PLAIN_ROPE)}, "'su', which is not supported per kind"),
     ("gemma4", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling="),
     ("olmoe", {"norm_topk_prob": 2}, "norm_topk_prob=2"),
     ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list=(1, 0)"),
