@@ -295,7 +295,8 @@ class Family:
     """One model family; docs/guides/families.md explains the main fields.
 
     defaults: values of a config without the keys.  multimodal: further ones inside a multimodal model.
-    sizes: fields of `ModelShape` and keys; without num_experts, a dense family.  theta, theta_keys, rope: of a config without rope_parameters, if `layers`
+    sizes: fields of `ModelShape` and keys; without num_experts, a dense family.
+    theta, theta_keys, rope: of a config without rope_parameters, if `layers`
     gives no rope.  rotary_factor: rotated share of head_dim, of a config without partial_rotary_factor, or a
     function (config, head_dim); None: all.  norm_eps: of a config without rms_norm_eps.  stack: prefix of the
     layers.  tensors: parameters without a site; older_tensors: names in older files.  attention: places of
