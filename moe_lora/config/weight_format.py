@@ -60,7 +60,7 @@ def _stored(section: Mapping[str, Any], config: Mapping[str, Any]) -> WeightForm
             block = _block_width(weights.get("block_structure"))
             kind = "fp8" if weights.get("type") == "float" else f"int{weights.get('num_bits')}"
             stays = any("lm_head" in name for name in section.get("ignore") or ())  # or "re:.*lm_head"
-            end = "" if stays or config.get("tie_word_embeddings") else "+head"
+            end = "" if stays or text_config(config).get("tie_word_embeddings") else "+head"
             group_size = int(block or weights.get("group_size") or 0)
             return _format(kind, group_size, end=end, zero_points=weights.get("symmetric") is False)
         case "torchao":

@@ -35,6 +35,7 @@ FAMILY = Family(
     tool_format="glm4",
     sizes={**SIZES, **ROUTED_SIZES},
     defaults={"num_key_value_heads": 8},
+    multimodal={"attention_bias": True},
     layers=_layers,
     beside_experts=_beside,
     rotary_factor=0.5,

@@ -18,6 +18,7 @@ FAMILY = Family(
     title="Qwen2",
     tool_format="hermes",
     defaults={"num_key_value_heads": 32},
+    multimodal={"num_key_value_heads": 8, "max_window_layers": 80, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     layers=_layers,
     windows=late_windows,
     mlp=(DENSE_MLP,),

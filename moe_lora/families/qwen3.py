@@ -18,6 +18,7 @@ FAMILY = Family(
     title="Qwen3",
     tool_format="hermes",
     defaults={"num_key_value_heads": 32, "head_dim": 128},
+    multimodal={"rope_theta": 5e5},
     layers=_layers,
     windows=late_windows,
     tensors={**TENSORS, **QK_NORMS},

@@ -37,6 +37,7 @@ FAMILY = Family(
     # intermediate_size itself is of dense layers, which are not supported.
     sizes={**SIZES, **EXPERT_SIZES, "intermediate_size": ("moe_intermediate_size",)},
     defaults={"num_key_value_heads": 4},
+    multimodal={"norm_topk_prob": True, "rope_theta": 1e6},
     supported={"mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
     layers=_layers,
     windows=_windows,

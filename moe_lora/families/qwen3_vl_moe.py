@@ -21,6 +21,7 @@ FAMILY = Family(
     title="Qwen3-VL-MoE",
     tool_format="hermes",
     sizes={**SIZES, **EXPERT_SIZES, "intermediate_size": ("moe_intermediate_size",)},
+    defaults={"num_key_value_heads": 16},
     supported={"mlp_only_layers": ([],), "decoder_sparse_step": (1,), "norm_topk_prob": (True,)},
     layers=_layers,
     theta=5e5,

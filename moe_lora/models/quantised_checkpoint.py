@@ -19,6 +19,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.progress import Show
 from moe_lora.core.wrong_files import INDEX_NAME, read_config
 from moe_lora.families import family_named, model_spec
+from moe_lora.families.schema.config_json import text_config
 from moe_lora.families.schema.family import ModelSpec
 from moe_lora.kernels import quantised
 from moe_lora.kernels.quantised import Format
@@ -73,7 +74,7 @@ def quantise_checkpoint(
     disk.
     """
     config = read_config(model_dir)
-    section = config.get("quantization_config")
+    section = text_config(config).get("quantization_config")
     if section:
         raise ConfigError(
             f"{model_dir} is quantised already ({section.get('quant_method')!r}): its values would be "

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from moe_lora.core.errors import ConfigError
+from moe_lora.families.schema.config_json import text_config
 from moe_lora.families.schema.family import ModelSpec
 from moe_lora.kernels.quantised import E8M0_BIAS, format_of
 
@@ -37,7 +38,7 @@ class RandomCheckpoint:
     scheme = None
 
     def __init__(self, spec: ModelSpec, config: Mapping[str, Any], device: torch.device) -> None:
-        method = (config.get("quantization_config") or {}).get("quant_method")
+        method = (text_config(config).get("quantization_config") or {}).get("quant_method")
         if method not in (None, "mxfp4"):
             raise ConfigError(
                 f"load_format='dummy' makes no weights of quant_method={method!r}; take quantization_config "

@@ -76,4 +76,5 @@ def test_stored_schemes(family, section, expected):
     config = json.loads(json.dumps({"model_type": family, "quantization_config": section}))
     config["tie_word_embeddings"] = tied == "tied"
     assert weight_format(config) == expected
+    assert weight_format({"model_type": family, "text_config": config}) == expected
     assert weight_format(config, "none") == WeightFormat()

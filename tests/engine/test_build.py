@@ -70,14 +70,15 @@ def test_an_adapter_that_has_grown_too_large_stops_no_restart(tmp_path, caplog):
         ("float32", "auto", "float32", False),
     ],
 )
-@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype", "thinker_config"])
 def test_auto_serves_float16_in_bfloat16_and_the_log_says_so(
     key, stored, dtype, served, is_said, tmp_path, caplog
 ):
     folder = shutil.copytree(MODEL, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     config.pop("dtype")
-    (folder / "config.json").write_text(json.dumps(config | {key: stored}))
+    value = {"dtype": stored} if key == "thinker_config" else stored
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
     caplog.set_level(logging.INFO, logger="moe_lora")
     core = build_engine(EngineConfig(model_dir=str(folder), dtype=dtype, eager=True, num_threads=1))
     assert core.info.dtype.removeprefix("torch.") == served

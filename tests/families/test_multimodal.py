@@ -84,6 +84,8 @@ def test_end_tokens_of_the_language_model_end_an_answer(tmp_path):
     config = {"model_type": FAMILY, "text_config": {"eos_token_id": [7, 8]}, "eos_token_id": 7}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_eos_token_ids(tmp_path) == (7, 8)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 6, "thinker_config": config}))
+    assert read_eos_token_ids(tmp_path) == (6, 7, 8)
 
 
 def test_a_wrong_size_is_refused_by_its_key(multimodal):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import re
@@ -10,6 +11,7 @@ import re
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from transformers import Qwen2VLConfig
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from moe_lora.core.errors import ConfigError
@@ -18,6 +20,7 @@ from moe_lora.families.schema.config_json import ConfigJson
 from moe_lora.families.schema.family import stepped_experts
 from moe_lora.models.causal_lm import CausalLM
 from tests.families import ALL_FAMILIES, LATENT_FAMILIES, MULTIPLIERS, make_checkpoint, tiny_config
+from tests.families.wrapped import LANGUAGE_MODELS, wrapped_language_model
 from tests.models.harness import Harness
 from tests.oracle import reference_logits
 
@@ -299,6 +302,11 @@ def config_of(family, **changes):
     return {**whole, **changes}
 
 
+def by_kind(sliding, full):
+    return {"sliding_attention": sliding, "full_attention": full}
+
+
+SU_ROPE = {**{key: value for key, value in LONGROPE.items() if key != "rope_type"}, "type": "su"}
 REFUSED = [
     *((family, {"hidden_act": "gelu"}, "hidden_act='gelu'") for family in ALL_FAMILIES),
     ("mixtral", {"attention_bias": True}, "attention_bias=True"),
@@ -365,6 +373,9 @@ REFUSED = [
     ("phimoe", {"lm_head_bias": "yes"}, "lm_head_bias='yes'"),
     ("phi3", {"rope_parameters": LLAMA3}, "rope_type='llama3'"),
     ("phi3", {"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "rope_scaling.type='yarn'"),
+    ("gemma3", {"rope_parameters": by_kind(PLAIN_ROPE, LONGROPE)}, "'longrope', which is not supported per"),
+    ("olmo3", {"rope_parameters": by_kind(PLAIN_ROPE, PHI_3_ROPE)}, "'longrope', which is not supported per"),
+    ("gemma4", {"rope_parameters": by_kind(SU_ROPE, PLAIN_ROPE)}, "'su', which is not supported per kind"),
     ("gemma4", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling="),
     ("olmoe", {"norm_topk_prob": 2}, "norm_topk_prob=2"),
     ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list=(1, 0)"),
@@ -440,6 +451,76 @@ def test_heads_of_a_config_without_their_keys_are_those_of_transformers(family):
     for key in ("attn_config",) if family == "dbrx" else ("head_dim", "num_key_value_heads"):
         part = {name: value for name, value in whole.items() if name != key}
         assert model_spec(part) == model_spec(type(config).from_dict(dict(part)).to_dict()), key
+
+
+def inside(kind, **changes):
+    """The whole config of a multimodal model, and its class."""
+    if kind == "qwen3_vl_moe":
+        config = tiny_config(kind, **changes)
+        return config.to_dict(), type(config)
+    known = "qwen2_5_vl" if kind == "qwen2_vl" else kind
+    family = LANGUAGE_MODELS[known]
+    config = wrapped_language_model(known, tiny_config(family, **changes).to_dict())
+    whole = config.to_dict()
+    if kind != "qwen2_vl":
+        return whole, type(config)
+    whole["text_config"]["model_type"] = "qwen2_vl_text"
+    return {**whole, "model_type": "qwen2_vl"}, Qwen2VLConfig
+
+
+HEADS = {"num_attention_heads": 64, "hidden_size": 1024}
+
+
+@pytest.mark.parametrize("kind", [*LANGUAGE_MODELS, "qwen2_vl", "qwen3_vl_moe"])
+def test_a_text_config_without_a_key_is_read_as_transformers_reads_it(kind):
+    whole, made = inside(kind, **({} if kind == "kimi_k25" else HEADS))
+    if kind in ("qwen2_5_vl", "qwen2_vl"):
+        whole["text_config"] |= {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}
+    compared = set()
+    for key in whole["text_config"]:
+        text = {name: value for name, value in whole["text_config"].items() if name != key}
+        part = {**whole, "text_config": text}
+        try:
+            expected = model_spec(made.from_dict(copy.deepcopy(part)).to_dict())
+            found = model_spec(part)
+        except (ConfigError, ValueError, TypeError, StrictDataclassError):
+            continue  # one of the two needs the key
+        assert found == expected, key
+        compared.add(key)
+    assert compared >= {"rms_norm_eps", "rope_parameters", "model_type"}
+
+
+def test_each_spelling_of_a_multimodal_config_has_the_same_defaults():
+    whole, _ = inside("qwen2_5_vl")
+    text = whole.pop("text_config")
+    for key in ("rms_norm_eps", "rope_parameters", "model_type"):
+        del text[key]
+    nested, flat = model_spec({**whole, "text_config": text}), model_spec({**whole, **text})
+    assert flat == nested
+    assert nested.norm_eps == 1e-5
+    named = {"model_type": None, "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+    assert model_spec({**whole, **named, "text_config": text}) == nested
+    assert (
+        model_spec({"model_type": "mistral3", "text_config": {**text, "model_type": "qwen2"}}).norm_eps
+        == 1e-6
+    )
+    thinker, _ = inside("qwen3_omni_moe")
+    for key in ("norm_topk_prob", "rope_parameters"):
+        del thinker["text_config"][key]
+    assert model_spec({"model_type": "qwen3_omni_moe", "thinker_config": thinker}) == model_spec(thinker)
+    assert model_spec(thinker).gate_norm == 1.0
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen2_vl", "glm4v_moe", "qwen3_vl"])
+@pytest.mark.parametrize("ties", [(False, True), (True, False), (False, False), (None, True)])
+def test_a_head_is_tied_by_the_key_that_counts_in_transformers(kind, ties):
+    whole, made = inside(kind)
+    for part, value in zip((whole, whole["text_config"]), ties, strict=True):
+        part["tie_word_embeddings"] = value
+    if ties[0] is None:
+        del whole["tie_word_embeddings"]
+    tied = made.from_dict(copy.deepcopy(whole)).tie_word_embeddings
+    assert model_spec(whole).tie_word_embeddings == (tied or ties[0] is None)
 
 
 @pytest.mark.parametrize("key", ["head_dim", "num_key_value_heads"])

@@ -144,6 +144,10 @@ def test_the_first_layers_keep_their_heads():
             {"rope_parameters": {**ROPE, SLIDING: {**ROPE[SLIDING], "rope_type": "yarn", "factor": 4.0}}},
             "rope_type='yarn', which is not supported per kind of layer",
         ),
+        (
+            {"rope_parameters": {**ROPE, FULL: {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}}},
+            "'factor': 4.0}, which is not supported: it scales attention",
+        ),
     ],
 )
 def test_option_that_is_not_supported_is_refused_by_name(changes, message):

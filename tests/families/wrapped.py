@@ -67,7 +67,7 @@ def wrapped_config(kind: str, text: Mapping[str, Any]) -> Any:
 
     section = {"rope_parameters": dict(_ROPE), **text}
     tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
-    made, vision = {
+    kinds: dict[str, tuple[Any, Mapping[str, Any]]] = {
         "qwen3_vl": (transformers.Qwen3VLConfig, _DEEP),
         "qwen3_vl_moe": (transformers.Qwen3VLMoeConfig, _DEEP),
         "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, _QWEN),
@@ -79,7 +79,8 @@ def wrapped_config(kind: str, text: Mapping[str, Any]) -> Any:
         "kimi_k25": (transformers.Kimi_K25Config, _TOWER),
         "gemma3": (transformers.Gemma3Config, {**_TOWER, "image_size": 8}),
         "qwen3_omni_moe": (Qwen3OmniMoeThinkerConfig, _DEEP),
-    }[kind]
+    }
+    made, vision = kinds[kind]
     if kind == "qwen3_omni_moe":
         tied = {"audio_config": dict(_SOUND)}
     if kind == "kimi_k25":

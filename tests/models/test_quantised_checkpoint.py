@@ -132,6 +132,10 @@ def test_what_comes_quantised_and_what_is_there_are_refused(base, tmp_path):  # 
     stored, plain = stored_pair(base("llama")[0], "w4a16", tmp_path)
     with pytest.raises(ConfigError, match=r"is quantised already \('compressed-tensors'\): .* rounded twice"):
         quantise_checkpoint(stored, tmp_path / "out", INT8, torch.float32, silent)
+    config = json.loads((stored / "config.json").read_text())
+    (stored / "config.json").write_text(json.dumps({"model_type": "mistral3", "text_config": config}))
+    with pytest.raises(ConfigError, match=r"is quantised already \('compressed-tensors'\)"):
+        quantise_checkpoint(stored, tmp_path / "out", INT8, torch.float32, silent)
     with pytest.raises(ConfigError, match="is there already; give a new folder"):
         quantise_checkpoint(plain, stored, INT8, torch.float32, silent)
     with pytest.raises(ConfigError, match="absent is not a folder; make it first"):

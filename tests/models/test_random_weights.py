@@ -121,3 +121,5 @@ def test_what_can_not_be_made_is_refused(settings, problem, tmp_path):
 def test_another_quantised_config_is_refused():
     with pytest.raises(ConfigError, match="no weights of quant_method='fp8'"):
         made("qwen3_moe", quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ConfigError, match="no weights of quant_method='fp8'"):
+        made("qwen3_moe", text_config={"quantization_config": {"quant_method": "fp8"}})

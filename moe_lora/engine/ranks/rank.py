@@ -25,6 +25,7 @@ from moe_lora.engine.adapters.copies import Arenas, RankCopier
 from moe_lora.engine.adapters.transfers import Mover
 from moe_lora.engine.arena_size import allocated, free_bytes, most_sharers
 from moe_lora.families import shape_of
+from moe_lora.families.schema.config_json import text_config
 from moe_lora.kernels.cpu.library import give_memory_back
 from moe_lora.kernels.operands import SlotTable, kv_layout
 from moe_lora.models.loader import held_weights, load_model, random_model, refill, refill_random
@@ -296,8 +297,7 @@ def resolved(config: EngineConfig, hf_config: dict) -> EngineConfig:
 
 
 def _stored_dtype(hf_config: dict) -> str:
-    text = hf_config.get("text_config")
-    parts = (hf_config, text if isinstance(text, dict) else {})
+    parts = (hf_config, text_config(hf_config))
     named = (one.get(key) for one in parts for key in ("dtype", "torch_dtype"))
     return str(next(filter(None, named), "bfloat16")).removeprefix("torch.")
 

@@ -16,6 +16,7 @@ import msgspec
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.wrong_files import read_config
+from moe_lora.families.schema.config_json import text_config
 
 from .tokenizer_files import (
     CONFIG,
@@ -186,7 +187,7 @@ def served_tokenizer(config: EngineConfig) -> Tokenizer | None:
     check_text_files(folder, ("generation_config.json", "merges.txt"))
     tokenizer = load_tokenizer(folder, ChatSettings(config.chat_template, config.chat_template_kwargs))
     if tokenizer is not None and (folder / "config.json").is_file():
-        _log_vocabulary(tokenizer.vocab_size, read_config(folder).get("vocab_size"))
+        _log_vocabulary(tokenizer.vocab_size, text_config(read_config(folder)).get("vocab_size"))
     return tokenizer
 
 

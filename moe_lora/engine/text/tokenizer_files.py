@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import SamplingParams
 from moe_lora.core.wrong_files import HEAD_BYTES, content_of
+from moe_lora.families.schema.config_json import text_config
 
 if TYPE_CHECKING:
     import tokenizers
@@ -251,8 +252,7 @@ def read_eos_token_ids(model_dir: str | Path, *, with_generation_config: bool = 
     ids: list[int] = []
     for name in ("generation_config.json", "config.json")[0 if with_generation_config else 1 :]:
         found = read_json(path := Path(model_dir) / name)
-        text = found.get("text_config")
-        for part in (found, text if isinstance(text, dict) else {}):
+        for part in (found, text_config(found)):
             value = part.get("eos_token_id")
             listed = value if isinstance(value, list) else [] if value is None else [value]
             if any(type(one) is not int for one in listed):

@@ -204,9 +204,12 @@ def _overridden(config: ConfigJson, given: Any, windows: tuple[int, ...]) -> dic
 def rope_of_heads(config: ConfigJson, head_dim: int) -> RopeSpec:
     """Frequencies of the sliding layers, then of the full layers."""
     sizes = (config.size("head_dim"), head_dim)
-    return rope_by_kind(
-        config, {kind: (size, _ROPE[kind]) for kind, size in zip(_WINDOWS, sizes, strict=True)}
-    )
+    kinds = {kind: (size, _ROPE[kind]) for kind, size in zip(_WINDOWS, sizes, strict=True)}
+    rope = rope_by_kind(config, kinds)
+    if rope.full_factor != 1:
+        full = config.get("rope_parameters.full_attention")
+        raise config.refusal("rope_parameters.full_attention", full, "is not supported: it scales attention")
+    return rope
 
 
 def rope_by_window(config: ConfigJson, theta: float, local: float | None = None) -> Mapping[str, Any]:

@@ -9,20 +9,26 @@ from typing import Any
 from moe_lora.core.errors import ConfigError
 
 _MISSING: Any = object()
+_TIED_INSIDE = ("qwen2_vl", "qwen2_5_vl", "glm4v_moe")
 LARGEST = 1e30
 """Limit of numbers, so that no formula overflows."""
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's keys of a multimodal config.json.  tie_word_embeddings is of the whole model."""
+    """The language model's keys of a multimodal config.json.
+
+    tie_word_embeddings is of the whole model; models in _TIED_INSIDE are tied by either key.
+    """
     thinker = config.get("thinker_config")
     whole = {**config, **thinker} if isinstance(thinker, Mapping) else config
     part = whole.get("text_config")
     if not isinstance(part, Mapping):
         return whole
     beside = {key: value for key, value in whole.items() if key not in ("text_config", "thinker_config")}
-    tied = {key: value for key, value in beside.items() if key == "tie_word_embeddings"}
-    return {**beside, **part, **tied}
+    tied = beside.get("tie_word_embeddings")
+    if tied is None or (not tied and whole.get("model_type") in _TIED_INSIDE):
+        return {**beside, **part}
+    return {**beside, **part, "tie_word_embeddings": tied}
 
 
 class ConfigJson:

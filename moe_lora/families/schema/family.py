@@ -32,6 +32,8 @@ BESIDE_TEXT = (
     *(f"{front}{part}." for front in ("", "model.", "thinker.") for part in _BESIDE_TEXT),
 )
 """Beginnings of tensors of images and sound."""
+_PARTS = frozenset(("text_config", "vision_config", "thinker_config"))
+"""Keys of a multimodal config.json."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -292,8 +294,9 @@ def stepped_experts(config: ConfigJson, num_layers: int, shared_size: int) -> Ma
 class Family:
     """One model family; docs/guides/families.md explains the main fields.
 
-    defaults: values of a config without the keys.  sizes: fields of `ModelShape` and keys; without
-    num_experts, a dense family.  theta, theta_keys, rope: of a config without rope_parameters, if `layers`
+    defaults: values of a config without the keys.  multimodal: further ones inside a multimodal model.
+    sizes: fields of `ModelShape` and keys; without num_experts, a dense family.
+    theta, theta_keys, rope: of a config without rope_parameters, if `layers`
     gives no rope.  rotary_factor: rotated share of head_dim, of a config without partial_rotary_factor, or a
     function (config, head_dim); None: all.  norm_eps: of a config without rms_norm_eps.  stack: prefix of the
     layers.  tensors: parameters without a site; older_tensors: names in older files.  attention: places of
@@ -305,6 +308,7 @@ class Family:
 
     title: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    multimodal: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SIZES)
     fused_qkv: bool = False
     fused_gate_up: bool = False
@@ -346,7 +350,7 @@ class Family:
 
     def shape(self, name: str, config: Mapping[str, Any]) -> ModelShape:
         """Sizes of the model."""
-        found = ConfigJson({**self.defaults, **text_config(config)})
+        found = self._language_model(name, config)
         found.require({"hidden_act": ("silu", "swish"), "is_causal": (True,), **self.supported})
         hidden = found.size(*self.sizes["hidden_size"])
         heads = found.size(*self.sizes["num_heads"])
@@ -373,14 +377,14 @@ class Family:
 
     def spec(self, shape: ModelShape, config: Mapping[str, Any]) -> ModelSpec:
         """Layers of the model."""
-        found = ConfigJson({**self.defaults, **text_config(config)})
+        found = self._language_model(shape.family, config)
         fields: dict[str, Any] = {
             "norm_eps": found.number("rms_norm_eps", default=self.norm_eps),
             "window": self.windows(found, shape.num_layers),
             "tie_word_embeddings": found.flag("tie_word_embeddings"),
             **self.layers(found),
         }
-        if not config.keys().isdisjoint(("text_config", "vision_config", "thinker_config")):
+        if not _PARTS.isdisjoint(config):
             fields["unused"] = (*fields.get("unused", ()), *BESIDE_TEXT)
         if "rope" in fields:
             return ModelSpec(shape=shape, **fields)
@@ -390,6 +394,11 @@ class Family:
         rotated = shape.head_dim if shape.mla is None else shape.mla.rope_dim
         rope = rope_spec(found, rotated, self.theta_keys, self.theta, self.rope, factor)
         return ModelSpec(shape=shape, rope=rope, **fields)
+
+    def _language_model(self, name: str, config: Mapping[str, Any]) -> ConfigJson:
+        text = text_config(config)
+        kind = text.get("model_type") or (name if _PARTS.isdisjoint(config) else "")
+        return ConfigJson({**self.defaults, **(self.multimodal if kind != name else {}), **text})
 
     def cut(self, config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         """The config.json with the first layers only.  Raises ConfigError for too few."""

@@ -64,13 +64,13 @@ def rope_by_kind(config: ConfigJson, kinds: Mapping[str, tuple[int, Mapping[str,
         if config.section("rope_parameters"):
             section = config.section("rope_parameters").section(kind)
             section.get("rope_theta")
-        name = section.get("rope_type", default="default")
+        name = section.get(*TYPE_KEYS, default="default")
         _check_even(head_dim)
         if name == "proportional":
             frequencies += _proportional(section, head_dim)
             continue
         found = _rope(config, section, head_dim, (), 1e4, None)
-        if found.attention_factor != 1 and kind != "full_attention":
+        if name in LONGROPE or (found.attention_factor != 1 and kind != "full_attention"):
             raise section.refusal("rope_type", name, "is not supported per kind of layer")
         factor = found.attention_factor
         frequencies += found.inverse_frequencies

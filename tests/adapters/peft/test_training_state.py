@@ -197,11 +197,13 @@ def test_an_adapter_trained_beside_quantised_weights_is_said_to_be(
     assert all(f"quantised as {kind};" in warning for warning in warnings)
 
 
-def test_an_adapter_whose_base_lies_here_quantised_is_said_to_be(checkpoint, shape_of, tmp_path):
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_an_adapter_whose_base_lies_here_quantised_is_said_to_be(is_wrapped, checkpoint, shape_of, tmp_path):
     adapter = make_adapter("mixtral", checkpoint("mixtral"), tmp_path / "a")
     model = json.loads((checkpoint("mixtral") / "config.json").read_text())
+    section = {"quantization_config": {"quant_method": "bitsandbytes"}}
     (tmp_path / "config.json").write_text(
-        json.dumps(model | {"quantization_config": {"quant_method": "bitsandbytes"}})
+        json.dumps(model | ({"text_config": section} if is_wrapped else section))
     )
     fields = json.loads((adapter / "adapter_config.json").read_text())
     fields["base_model_name_or_path"] = str(tmp_path)

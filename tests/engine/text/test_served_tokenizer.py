@@ -62,10 +62,12 @@ def test_a_text_that_is_no_tokenizer_is_named_as_before(folder):
         (-5, logging.WARNING, "more than the model's vocabulary"),
     ],
 )
-def test_a_tokenizer_of_another_size_is_told_once(difference, level, said, folder, caplog):
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_tokenizer_of_another_size_is_told_once(is_wrapped, difference, level, said, folder, caplog):
     caplog.set_level(logging.INFO, logger="moe_lora")
     num_tokens = json.loads((folder / "config.json").read_text())["vocab_size"]
-    (folder / "config.json").write_text(json.dumps({"vocab_size": num_tokens + difference}))
+    text = {"vocab_size": num_tokens + difference}
+    (folder / "config.json").write_text(json.dumps({"text_config": text} if is_wrapped else text))
     served(folder)
     assert [record.levelno for record in caplog.records] == ([] if level is None else [level])
     assert said in caplog.text
