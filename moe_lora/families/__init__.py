@@ -110,6 +110,12 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
     return family_of(config).spec(shape_of(config), config)
 
 
+def stored_dtype(config: Mapping[str, Any]) -> str:
+    """Name of a config.json's dtype; bfloat16 if unstated."""
+    named = (one.get(key) for one in (config, text_config(config)) for key in ("dtype", "torch_dtype"))
+    return str(next(filter(None, named), "bfloat16")).removeprefix("torch.")
+
+
 def cut_to(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """The config.json of the first layers only.  Raises ConfigError for too few."""
     return family_of(config).cut(config, num_layers)

@@ -90,7 +90,8 @@ def quantised_base(config: AdapterConfig, base: Mapping[str, Any] | None) -> Ite
     """Warnings for a base with quantised weights, by name or config."""
     named = _QUANTISED_NAME.search(os.path.basename(config.base_model.rstrip("/")))
     kind = named and named[0]
-    section = text_config(base or {}).get("quantization_config")
+    of_text = base is not None and not base.keys().isdisjoint(("text_config", "thinker_config"))
+    section = (text_config(base) if base and of_text else base or {}).get("quantization_config")
     if isinstance(section, Mapping) and isinstance(found := section.get("quant_method"), str):
         kind = cut(found)
     if kind is not None:

@@ -24,8 +24,7 @@ from moe_lora.core.shard import ModelShard
 from moe_lora.engine.adapters.copies import Arenas, RankCopier
 from moe_lora.engine.adapters.transfers import Mover
 from moe_lora.engine.arena_size import allocated, free_bytes, most_sharers
-from moe_lora.families import shape_of
-from moe_lora.families.schema.config_json import text_config
+from moe_lora.families import shape_of, stored_dtype
 from moe_lora.kernels.cpu.library import give_memory_back
 from moe_lora.kernels.operands import SlotTable, kv_layout
 from moe_lora.models.loader import held_weights, load_model, random_model, refill, refill_random
@@ -69,7 +68,7 @@ class Rank:
         if config.threads_per_process is not None:
             torch.set_num_threads(config.threads_per_process)
         hf_config = config.hf_config()
-        if dist_rank == 0 and config.dtype == "auto" and _stored_dtype(hf_config) == "float16":
+        if dist_rank == 0 and config.dtype == "auto" and stored_dtype(hf_config) == "float16":
             logger.info(
                 "the checkpoint is float16, and dtype auto serves it in bfloat16, which rounds its weights; "
                 "--dtype float32 keeps all their digits and takes twice the memory"
@@ -289,17 +288,11 @@ def resolved(config: EngineConfig, hf_config: dict) -> EngineConfig:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == "auto":
-        dtype = "float32" if _stored_dtype(hf_config) == "float32" else "bfloat16"
+        dtype = "float32" if stored_dtype(hf_config) == "float32" else "bfloat16"
     if buckets is None and device == "cuda":
         powers = [2**i for i in range(config.max_num_seqs.bit_length()) if 2**i < config.max_num_seqs]
         buckets = (*powers, config.max_num_seqs)
     return replace(config, device=device, dtype=dtype, decode_buckets=buckets)
-
-
-def _stored_dtype(hf_config: dict) -> str:
-    parts = (hf_config, text_config(hf_config))
-    named = (one.get(key) for one in parts for key in ("dtype", "torch_dtype"))
-    return str(next(filter(None, named), "bfloat16")).removeprefix("torch.")
 
 
 def rank_device(device: torch.device, num_ranks: int, dist_rank: int) -> torch.device:
