@@ -50,9 +50,13 @@ def test_written_times_never_fall_with_the_batch(profile: Path) -> None:
             assert all(low <= high for low, high in pairwise(times))
 
 
-def test_plan_with_this_machines_profile(profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_with_this_machines_profile(
+    profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(verify, "NUM_REQUESTS", 500)
-    trace = str(ROOT / "demo" / "trace.csv")
+    rows = [{"arrival_s": n / 4, "prompt_tokens": 100, "output_tokens": 50} for n in range(100)]
+    trace = str(tmp_path / "trace.jsonl")
+    Path(trace).write_text("\n".join(map(json.dumps, rows)))
     words = ["--trace", trace, "--model", MODEL, "--adapters", "36", "--lora-rank", "8", "--json"]
     # An SLO that leaves the machine that runs this test a hundred times what it measures.
     result = CliRunner().invoke(

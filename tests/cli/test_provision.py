@@ -124,8 +124,9 @@ def test_formats_that_no_instance_could_start_with_are_refused(trace: Path, tmp_
         assert refusal in " ".join(result.output.split())
 
 
-def test_a_checkpoints_folder_is_named_in_the_cluster_file(trace: Path, tmp_path: Path) -> None:
-    out = tmp_path / "plan.yaml"
+def test_a_checkpoints_folder_is_named_in_the_cluster_file(tmp_path: Path) -> None:
+    short = [{"prompt_tokens": 150, "output_tokens": 50} for _ in range(100)]
+    trace, out = write_trace(tmp_path / "trace.jsonl", short), tmp_path / "plan.yaml"
     model = str(ROOT / "demo" / "model")
     result = run(trace, "--adapters", "8", "--lora-rank", "8", "--out", str(out), model=model)
     assert result.exit_code == 0, result.output

@@ -202,8 +202,10 @@ def peak(work):
             most[0] = max(most[0], anonymous())
     thread = threading.Thread(target=watch)
     thread.start()
-    made = work()
-    done.set()
+    try:
+        made = work()
+    finally:
+        done.set()
     thread.join()
     return most[0] - before, made
 
