@@ -11,13 +11,14 @@ from .cluster_jobs import Job, until
 from .test_control_plane import FRONT_ENDS, REQUESTS, ControlledCluster, of_loaded
 
 CONTROLLERS = ("a", "b")
+TTL_S = 5.0
 _SAID = r"stands by|leads \(epoch \d+\)\n"
 
 
 class ElectedCluster:
     """Two controllers, two front ends, two instances.  expected: answers to `REQUESTS`."""
 
-    def __init__(self, folder: Path, store: str, expected: list[list[int]], ttl_s: float = 5.0) -> None:
+    def __init__(self, folder: Path, store: str, expected: list[list[int]], ttl_s: float = TTL_S) -> None:
         leadership = {"store": store, "ttl_s": ttl_s}
         self.cluster = ControlledCluster(folder, CONTROLLERS, leadership)
         self.store, self.expected = store, expected
