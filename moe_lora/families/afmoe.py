@@ -22,7 +22,7 @@ from .schema.family import (
     fused_experts,
     linear_mlp,
     shared_and_dense,
-    windows_by_type,
+    windows_by_step,
 )
 
 GATE = Place(path="mlp.router.gate", site="router")
@@ -32,8 +32,7 @@ ONE = (0, 1)
 
 def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
     step = config.size("global_attn_every_n_layers", default=4)
-    kinds = ["sliding_attention" if (i + 1) % step else "full_attention" for i in range(num_layers)]
-    return windows_by_type(config, config.size("sliding_window", default=1024), kinds)
+    return windows_by_step(config, config.size("sliding_window", default=1024), step, num_layers)
 
 
 def _layers(config: ConfigJson) -> Mapping[str, Any]:

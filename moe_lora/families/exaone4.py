@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .schema.config_json import ConfigJson
-from .schema.family import DENSE_MLP, OUTPUT_NORMS, QK_NORMS, Family, windows_by_type
+from .schema.family import DENSE_MLP, OUTPUT_NORMS, QK_NORMS, Family, windows_by_step
 
 
 def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
@@ -16,8 +16,7 @@ def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
         return (0,) * num_layers
     listed = config.get("layer_types", default=None) is not None
     step = 1 if listed else config.size("sliding_window_pattern", default=4)
-    kinds = ["sliding_attention" if (i + 1) % step else "full_attention" for i in range(num_layers)]
-    return windows_by_type(config, window, kinds)
+    return windows_by_step(config, window, step, num_layers)
 
 
 def _layers(config: ConfigJson) -> Mapping[str, Any]:

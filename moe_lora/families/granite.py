@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .schema.config_json import ConfigJson
-from .schema.family import DENSE_MLP, Family, multipliers
+from .schema.family import DENSE_MLP, Family
+from .schema.granite import multipliers
 
 
 def _layers(config: ConfigJson) -> Mapping[str, Any]:

@@ -1,38 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Granite-MoE: top k, then softmax; Granite's multipliers.
-
-transformers 5 renamed modules, and kept the shapes.
-"""
+"""Granite-MoE: top k, then softmax; Granite's multipliers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
-
-from .schema.config_json import ConfigJson
-from .schema.family import EXPERT_SIZES, SIZES, Family, Place, fused_experts, linear_mlp, multipliers
-
-GATE = Place(path="block_sparse_moe.router", site="router", optional_linear=True, is_split=False)
-FUSED = fused_experts("block_sparse_moe.experts", is_split=False)
-OLDER_GATE = Place(path="block_sparse_moe.router.layer", site="router", is_split=True)
-OLDER = tuple(
-    replace(place, path=f"block_sparse_moe.{name}_linear", parameter="weight", is_split=True)
-    for place, name in zip(FUSED, ("input", "output"), strict=True)
-)
-
-
-def _layers(config: ConfigJson) -> Mapping[str, Any]:
-    biases = {"attention_bias": config.flag("attention_bias")}
-    return {**biases, "gate": "topk_softmax", **multipliers(config)}
-
+from .schema.family import EXPERT_SIZES, SIZES, Family
+from .schema.granite import ADAPTED, MLP, moe_layers
 
 FAMILY = Family(
     title="Granite-MoE",
     tool_format="granite",
     sizes={**SIZES, **EXPERT_SIZES},
-    layers=_layers,
-    mlp=((GATE, *FUSED), (OLDER_GATE, *OLDER), (GATE, *linear_mlp("block_sparse_moe.experts.{}"))),
-    adapted=(GATE, *FUSED, OLDER_GATE, *OLDER),
+    layers=moe_layers,
+    mlp=MLP,
+    adapted=ADAPTED,
     experts_stay=True,
 )

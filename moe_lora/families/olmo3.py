@@ -8,12 +8,11 @@ from typing import Any
 
 from .schema.attention_forms import rope_by_window
 from .schema.config_json import ConfigJson
-from .schema.family import DENSE_MLP, FULL_QK_NORMS, OUTPUT_NORMS, Family, windows_by_type
+from .schema.family import DENSE_MLP, FULL_QK_NORMS, OUTPUT_NORMS, Family, windows_by_step
 
 
 def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
-    kinds = ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(num_layers)]
-    return windows_by_type(config, config.size("sliding_window", default=4096), kinds)
+    return windows_by_step(config, config.size("sliding_window", default=4096), 4, num_layers)
 
 
 def _layers(config: ConfigJson) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.progress import Show
 from moe_lora.core.wrong_files import INDEX_NAME, read_config
 from moe_lora.families import family_named, model_spec
-from moe_lora.families.schema.config_json import text_config
+from moe_lora.families.schema.config_json import TEXT_SECTIONS, text_config
 from moe_lora.families.schema.family import ModelSpec
 from moe_lora.kernels import quantised
 from moe_lora.kernels.quantised import Format
@@ -258,7 +258,7 @@ def _restated(config: Mapping[str, Any], quantisation: Quantisation, dtype: torc
     """Also in the sections of a language model."""
     names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]
     stated: dict[str, Any] = dict.fromkeys(names, str(dtype).removeprefix("torch."))
-    for section in ("text_config", "thinker_config"):
+    for section in TEXT_SECTIONS:
         if isinstance(part := config.get(section), Mapping):
             stated[section] = {**part, **_restated(part, quantisation, dtype)}
     return stated | ({"tie_word_embeddings": False} if quantisation.head else {})

@@ -26,7 +26,7 @@ from moe_lora.core.wrong_files import (
     read_config,
 )
 from moe_lora.families import family_of, model_spec, shape_of
-from moe_lora.families.schema.config_json import text_config
+from moe_lora.families.schema.config_json import TEXT_SECTIONS, text_config
 from moe_lora.families.schema.family import Place
 
 from .config import AdapterConfig
@@ -90,8 +90,10 @@ def quantised_base(config: AdapterConfig, base: Mapping[str, Any] | None) -> Ite
     """Warnings for a base with quantised weights, by name or config."""
     named = _QUANTISED_NAME.search(os.path.basename(config.base_model.rstrip("/")))
     kind = named and named[0]
-    of_text = base is not None and not base.keys().isdisjoint(("text_config", "thinker_config"))
-    section = (text_config(base) if base and of_text else base or {}).get("quantization_config")
+    config_of_base = base or {}
+    if not config_of_base.keys().isdisjoint(TEXT_SECTIONS):
+        config_of_base = text_config(config_of_base)
+    section = config_of_base.get("quantization_config")
     if isinstance(section, Mapping) and isinstance(found := section.get("quant_method"), str):
         kind = cut(found)
     if kind is not None:

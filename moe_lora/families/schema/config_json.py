@@ -10,6 +10,8 @@ from moe_lora.core.errors import ConfigError
 
 _MISSING: Any = object()
 _TIED_INSIDE = ("qwen2_vl", "qwen2_5_vl", "glm4v_moe")
+TEXT_SECTIONS = ("text_config", "thinker_config")
+"""Sections of a multimodal config.json with keys of the language model."""
 LARGEST = 1e30
 """Limit of numbers, so that no formula overflows."""
 
@@ -24,7 +26,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     part = whole.get("text_config")
     if not isinstance(part, Mapping):
         return whole
-    beside = {key: value for key, value in whole.items() if key not in ("text_config", "thinker_config")}
+    beside = {key: value for key, value in whole.items() if key not in TEXT_SECTIONS}
     tied = beside.get("tie_word_embeddings")
     if tied is None or (not tied and whole.get("model_type") in _TIED_INSIDE):
         return {**beside, **part}

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
 
-from .config_json import ConfigJson, text_config
+from .config_json import TEXT_SECTIONS, ConfigJson, text_config
 from .rope import RopeSpec, context_of, rope_spec
 
 Form = Literal["matrix", "fused", "rows", "mxfp4", "stacked", "heads"]
@@ -32,7 +32,7 @@ BESIDE_TEXT = (
     *(f"{front}{part}." for front in ("", "model.", "thinker.") for part in _BESIDE_TEXT),
 )
 """Beginnings of tensors of images and sound."""
-_PARTS = frozenset(("text_config", "vision_config", "thinker_config"))
+_PARTS = frozenset((*TEXT_SECTIONS, "vision_config"))
 """Keys of a multimodal config.json."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -250,15 +250,6 @@ def rope_types(*kinds: str) -> dict[str, tuple[str, ...]]:
     return {f"{section}.{key}": kinds for section in sections for key in keys}
 
 
-def multipliers(config: ConfigJson) -> Mapping[str, float]:
-    """Granite's multipliers; 1 without the key."""
-    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier")
-    return {
-        **{name: config.number(name, default=1.0) for name in names},
-        "logits_divisor": config.number("logits_scaling", default=1.0),
-    }
-
-
 def _full(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
     """Full attention.  A window as long as the context has no effect."""
     window = config.get("sliding_window", default=None)
@@ -295,15 +286,14 @@ class Family:
     """One model family; docs/guides/families.md explains the main fields.
 
     defaults: values of a config without the keys.  multimodal: further ones inside a multimodal model.
-    sizes: fields of `ModelShape` and keys; without num_experts, a dense family.
-    theta, theta_keys, rope: of a config without rope_parameters, if `layers`
-    gives no rope.  rotary_factor: rotated share of head_dim, of a config without partial_rotary_factor, or a
-    function (config, head_dim); None: all.  norm_eps: of a config without rms_norm_eps.  stack: prefix of the
-    layers.  tensors: parameters without a site; older_tensors: names in older files.  attention: places of
-    both checkpoints and adapters.  mlp: the last form is the default.  adapted: other places of LoRA pairs;
-    places of one path are in the order of PEFT's nesting.  older_path: start of the adapted paths, and in
-    older files.  own_format: quant_method of checkpoints with `mlp`'s tensors.  experts_stay: quantisers of
-    linear layers leave the experts.
+    sizes: fields of `ModelShape` and keys; without num_experts, a dense family.  theta, theta_keys, rope: of
+    a config without rope_parameters, if `layers` gives no rope.  rotary_factor: rotated share of head_dim, of
+    a config without partial_rotary_factor, or a function (config, head_dim); None: all.  norm_eps: of a
+    config without rms_norm_eps.  stack: prefix of the layers.  tensors: parameters without a site;
+    older_tensors: names in older files.  attention: places of both checkpoints and adapters.  mlp: the last
+    form is the default.  adapted: other places of LoRA pairs; places of one path are in the order of PEFT's
+    nesting.  older_path: start of the adapted paths, and in older files.  own_format: quant_method of
+    checkpoints with `mlp`'s tensors.  experts_stay: quantisers of linear layers leave the experts.
     """
 
     title: str
@@ -424,6 +414,12 @@ def windows_by_type(config: ConfigJson, window: int, kinds: list[str]) -> tuple[
             f"config.json has layer_types={given!r}; needed are {len(kinds)} of {' or '.join(pattern)}"
         )
     return tuple(window if kind == pattern[0] else 0 for kind in given)
+
+
+def windows_by_step(config: ConfigJson, window: int, step: int, num_layers: int) -> tuple[int, ...]:
+    """As `windows_by_type`; without layer_types each step-th layer is full."""
+    kinds = ["sliding_attention" if (i + 1) % step else "full_attention" for i in range(num_layers)]
+    return windows_by_type(config, window, kinds)
 
 
 def _dtype_bytes(config: ConfigJson) -> int:
