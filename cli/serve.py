@@ -121,6 +121,10 @@ def serve(
     if role == "front-end" and cluster.controllers_at:
         names = ["lora_modules", "lora_dir", *(name for name in options if name.startswith("registry"))]
         refuse_given(names, "adapters are the controller's; give {} to the controller")
+    if role == "controller":
+        of_http = ("host", "port", "api_keys", "tls_cert", "tls_key", "adapter_chat_template")
+        names = ["given_keys", *(f"front_end__{name}" for name in of_http)]
+        refuse_given(names, "a controller serves no HTTP; give {} to the front ends")
     set_log_level(cluster.front_end.log_level)
     reload = None
     quiet: AbstractContextManager[None] = nullcontext()

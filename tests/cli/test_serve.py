@@ -300,6 +300,13 @@ def test_a_controller_needs_its_section(cluster_file):
     assert "no controller section" in result.output
 
 
+@pytest.mark.parametrize("option", ["--port", "--host", "--api-key", "--api-keys"])
+def test_a_controller_takes_no_options_of_http(cluster_file, option):
+    result = run("--config", cluster_file, "--role", "controller", option, "80")
+    assert result.exit_code == 2
+    assert f"a controller serves no HTTP; give {option} to the front ends" in result.output
+
+
 def test_options_say_where_one_of_several_front_ends_is(monkeypatch, tmp_path):
     file = tmp_path / "several.yaml"
     file.write_text(

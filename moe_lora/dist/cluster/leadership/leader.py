@@ -41,6 +41,7 @@ class Leader:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._name, self._store, self._ttl_s = name, store, ttl_s
         self._until_s = 0.0
+        self._may_hold = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="leadership", daemon=True)
 
@@ -50,7 +51,9 @@ class Leader:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         while True:
             try:
+                self._may_hold = True
                 other, epoch = self._store.acquire(holder)
+                self._may_hold = other == holder
                 problem.over()
                 if other == holder:
                     self._renew()
@@ -67,11 +70,12 @@ class Leader:
         return epoch
 
     def release(self) -> None:
-        """Free the lease.  Idempotent."""
-        if self._over.is_set() or not self._thread.is_alive():
+        """Free the lease, also of a campaign that was given up.  Idempotent."""
+        if self._over.is_set() or not self._may_hold:
             return
         self._over.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         signal.setitimer(signal.ITIMER_REAL, 0)
         faulthandler.cancel_dump_traceback_later()
         try:
@@ -138,8 +142,8 @@ def leading(cluster: ClusterConfig, name: str | None) -> Iterator[tuple[ClusterC
         sys.exit(0)
 
     signal.signal(signal.SIGTERM, end)
-    epoch = leader.campaign()
     try:
+        epoch = leader.campaign()
         yield replace(cluster, leadership=replace(cluster.leadership, epoch=epoch)), leader
     finally:
         leader.release()

@@ -95,6 +95,19 @@ def test_a_leader_without_its_lease_ends(ended, problem):
     assert len(ended["alarms"]) == num_alarms, "the kernel ends a process that does not"
 
 
+@pytest.mark.parametrize(("others", "released"), [([], 1), (["another 7"], 0)])
+def test_a_campaign_that_a_signal_ends_leaves_no_lease(ended, monkeypatch, others, released):
+    store = Store()
+    store.others, store.problem = others, SystemExit(0)
+    monkeypatch.setattr(leader.time, "sleep", lambda pause_s: sys.exit(0))
+    candidate = Leader("a", store, TTL_S)
+    with pytest.raises(SystemExit):
+        candidate.campaign()
+    candidate.release()
+    candidate.release()
+    assert store.released == released
+
+
 def test_process_1_of_a_container_ends_though_the_kernel_spares_it():
     code = (
         "import os, time; os.getpid = lambda: 1\n"
