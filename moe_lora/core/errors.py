@@ -22,6 +22,9 @@ class FieldError(ValueError):
         super().__init__(message.encode("utf-8", "backslashreplace").decode())
         self.param = param.encode("utf-8", "backslashreplace").decode()
 
+    def __reduce__(self) -> Any:
+        return FieldError, (self.param, str(self))
+
 
 class AdapterError(MoeLoraError, ValueError):
     """An adapter with unusable files; names the file and the key."""

@@ -83,7 +83,7 @@ class RestartPolicy:
         """Seconds before the next start; 0 after the first quick death."""
         if num_deaths <= 1:
             return 0.0
-        return min(self.longest_pause_s, self.first_pause_s * 2 ** (num_deaths - 2))
+        return min(self.longest_pause_s, self.first_pause_s * 2.0 ** min(num_deaths - 2, 60))
 
 
 class Child:

@@ -95,6 +95,8 @@ class WeightMerge:
                 del self._weights[key]
         self._originals: dict[tuple[tuple[int, int], int], torch.Tensor] = {}
         """By piece and entry."""
+        self.kept_modules: set[str] = set()
+        """Target modules with originals."""
         self._scratch: torch.Tensor | None = None
 
     def pieces(self, held: HeldAdapter, sites: frozenset[int]) -> list[tuple[int, int]]:
@@ -127,9 +129,11 @@ class WeightMerge:
     def fold_in(self, piece: tuple[int, int], held: HeldAdapter) -> None:
         """W = round(W + scale * B A) at one piece."""
         assert not self.merged[piece]
-        for entry, _, rows in self._parts(piece, held):
+        modules = self.shape.sites[piece[1]].modules
+        for entry, module, rows in self._parts(piece, held):
             key = piece, entry
             if key not in self._originals:
+                self.kept_modules.add(modules[module])
                 kept = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
                 self._originals[key] = kept.copy_(rows)
             self._add_product(rows, *self._operands(piece, entry, held))

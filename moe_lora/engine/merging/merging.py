@@ -8,6 +8,7 @@ error of the policy ends merging.  An error of another rank ends the engine.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _COPY_BYTES, _NUM_COPIES = 64 << 20, 3
+_LOOK_AGAIN_S = 1.0
+"""Between looks at the host's free memory."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,10 @@ class Merging:
         self._max_num_seqs = max_num_seqs
         self._limits = limits
         self._host_free = host_free
-        self._changed: set[str] = set()
-        """Modules with kept or promised original weights."""
-        self._mergeable: dict[tuple[str, ...], bool] = {}
+        self._promised: set[tuple[str, ...]] = set()
+        """Target modules of adapters, with host memory for their original weights."""
+        self._look_again_s: dict[tuple[str, ...], float] = {}
+        """By target modules that can't be merged."""
         self._is_off = False
         """The policy failed."""
         self._refused: set[Uid] = set()
@@ -178,7 +182,10 @@ class Merging:
 
     def _forget(self, adapter: AdapterVersion) -> None:
         self._refused.discard(adapter.uid)
-        content_hash = adapter.packed.content_hash
+        content_hash, targets = adapter.packed.content_hash, adapter.packed.targets
+        if all(other.packed.targets != targets for other in self._adapters.versions.values()):
+            self._promised.discard(targets)
+            self._look_again_s.pop(targets, None)
         if all(other.packed.content_hash != content_hash for other in self._adapters.versions.values()):
             self._errors.forget(content_hash)
             self._logged.discard(content_hash)
@@ -214,23 +221,30 @@ class Merging:
         targets, weights = adapter.packed.targets, self._weights.weights
         if adapter.packed.has_columns:
             return False
-        if targets not in self._mergeable:
-            total = weights.bytes_of(self._changed.union(targets))
-            more = total - weights.bytes_of(self._changed)
-            # Promised memory is not free.
-            promised = total - more - weights.kept_bytes()
-            free = max(0, self._host_free() - promised) if more else 0
-            fits = self._mergeable[targets] = more <= free and weights.bytes_of(targets) > 0
-            if fits:
-                self._changed.update(targets)
-            elif more > free:
-                logger.warning(
-                    "adapter %s and all with its target modules stay unmerged: the original weights would "
-                    "take %.1f MB on the host in each process, where %.1f MB are free; give the host more "
-                    "memory, or adapters fewer target modules",
-                    *(adapter.name, more / 1e6, free / 1e6),
-                )
-        return self._mergeable[targets]
+        if targets in self._promised:
+            return True
+        now_s, again_s = self._clock.now_s(), self._look_again_s.get(targets)
+        if again_s is not None and now_s < again_s:
+            return False
+        if not weights.bytes_of(targets):
+            self._look_again_s[targets] = math.inf
+            return False
+        self._look_again_s[targets] = now_s + _LOOK_AGAIN_S
+        changed = weights.kept_modules.union(*self._promised)
+        total, before = weights.bytes_of(changed.union(targets)), weights.bytes_of(changed)
+        # Promised memory is not free.
+        more, promised = total - before, before - weights.kept_bytes()
+        free = max(0, self._host_free() - promised) if more else 0
+        if more <= free:
+            self._promised.add(targets)
+        elif again_s is None:
+            logger.warning(
+                "adapter %s and all with its target modules stay unmerged: the original weights would "
+                "take %.1f MB on the host in each process, where %.1f MB are free; give the host more "
+                "memory, or adapters fewer target modules",
+                *(adapter.name, more / 1e6, free / 1e6),
+            )
+        return targets in self._promised
 
     def _error(self, adapter: AdapterVersion) -> float | None:
         error, content_hash = self._errors.of(_known(adapter)), adapter.packed.content_hash

@@ -368,6 +368,7 @@ def test_pauses_grow_up_to_a_bound():
     policy = RestartPolicy()
     pauses = [policy.pause_s(num_deaths) for num_deaths in range(1, 9)]
     assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 5.0, 5.0, 5.0]
+    assert policy.pause_s(5000) == 5.0
 
 
 CHILD = """

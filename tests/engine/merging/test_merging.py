@@ -613,6 +613,31 @@ def test_memory_is_not_promised_to_two_adapters(served, monkeypatch, tmp_path): 
     assert policy.found == {1: True, 2: False}
 
 
+def test_memory_counts_as_free_again_with_its_promise_or_by_itself(served, monkeypatch, tmp_path):  # noqa: F811
+    """A promise ends with its last adapter; memory that comes back is found at a later look."""
+    model, free = served("llama"), 0
+    monkeypatch.setattr(build, "_host_free", lambda config: free)
+    monkeypatch.setattr(merging, "_LOOK_AGAIN_S", 0.0)
+    options = {"dtype": "float32", "eager": True, "batching": "merged"}
+    core = build.build_engine(EngineConfig(model_dir=str(model.model_dir), **options))
+    try:
+        merges = core._merging
+        for targets in ("gate_up", "down"):
+            path = str(make_adapter("llama", model.model_dir, tmp_path / targets, 4, targets=(targets,)))
+            core.add_adapter(core.read_adapter(targets, path), path)
+        first, second = merges._adapters.versions.values()
+        assert not merges._can_be_merged(first)
+        size = merges._weights.weights.bytes_of
+        free = size(first.packed.targets)
+        assert merges._can_be_merged(first)
+        free = max(free, size(second.packed.targets))
+        assert not merges._can_be_merged(second)
+        core.remove_adapter("gate_up")
+        assert merges._can_be_merged(second)
+    finally:
+        core.close()
+
+
 def test_quantised_weights_stay_unmerged_or_are_refused(served, caplog):  # noqa: F811
     model = served("llama")
     for batching in ("merged", "dlora"):
