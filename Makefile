@@ -3,8 +3,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-# Modules are compiled after the installation, on all processors at a time.
+# Modules are compiled after the installation, on all processors at a time: those of the packages that most
+# processes import, the others on their first import.
 INSTALL := install --quiet --disable-pip-version-check --no-compile
+RARELY := /(tests?|pandas|moto|pip|setuptools|mypyc?|pygments|fontTools|cfnlint|datasets|pyarrow|graphql|trl)/|/transformers/models/
 TRACE ?= demo/trace.csv
 DEMO_ARGS ?=
 AOT_ARGS ?=
@@ -25,7 +27,7 @@ $(VENV)/.installed: setup.cfg setup.py pyproject.toml $(wildcard moe_lora/*/csrc
 	$(BIN)/pip $(INSTALL) --upgrade pip "setuptools>=74.1" wheel
 	$(BIN)/pip $(INSTALL) "$(TORCH)"
 	PYTHONWARNINGS=ignore $(BIN)/pip $(INSTALL) --no-build-isolation --editable ".[test]"
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib moe_lora bench demo || true  # of packages, some are templates
+	@$(BIN)/python -m compileall -qq -j 0 -x "$(RARELY)" $(VENV)/lib moe_lora bench demo || true  # of packages, some are templates
 	touch $@
 
 demo: venv
