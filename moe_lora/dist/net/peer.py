@@ -56,11 +56,9 @@ class Asked:
     def answer(self, value: Any) -> None:
         """Send the result, or an error if unsendable."""
         try:
-            data = encode(value)
-        except (TypeError, NotImplementedError) as error:
+            self.peer.send(AnswerFrame(self.number, msgspec.Raw(encode(value))))
+        except Exception as error:
             self.fail(TypeError(f"what {self.method} returned can't be sent: {error}"))
-        else:
-            self.peer.send(AnswerFrame(self.number, msgspec.Raw(data)))
 
     def fail(self, error: Exception) -> None:
         self.peer.send(FailureFrame(self.number, error))

@@ -63,6 +63,20 @@ def test_error_of_a_call_is_raised_where_it_was_made(place):
     asyncio.run(talk())
 
 
+@pytest.mark.parametrize("value", [object(), "caf\udce9", 1 << 70])
+def test_result_that_can_not_be_sent_is_an_error_of_its_call(place, value):
+    async def talk() -> None:
+        async with serving(place) as (server, _), dialled(place) as peer:
+            waiting = peer.call("wait")
+            await until(lambda: server.waiting)
+            server.waiting[0].answer(value)
+            with pytest.raises(TypeError, match="what wait returned can't be sent"):
+                await waiting
+            assert await peer.call("double", 1) == 2
+
+    asyncio.run(talk())
+
+
 def test_calls_fail_when_the_connection_ends(place):
     async def talk() -> None:
         async with serving(place) as (server, _), dialled(place) as peer:
