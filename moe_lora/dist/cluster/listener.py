@@ -335,8 +335,8 @@ class DialledClient(CallableEngine):
             raise self._dead or EngineDeadError(f"instance {self.name} has ended: {self._peer.problem}")
         if name in self._streams:
             raise ValueError(f"request_id {name!r} is already running")
-        stream = self._streams[name] = _Stream(request, self._streams, self._peer, self._max_unread)
         self._peer.send(Request.of(request))
+        stream = self._streams[name] = _Stream(request, self._streams, self._peer, self._max_unread)
         return stream
 
     async def abort(self, request_id: str) -> None:

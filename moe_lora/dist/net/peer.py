@@ -111,12 +111,12 @@ class Peer:
         assert self.protocol.asks is not None
         args = self.protocol.asks.bind(method, args, words)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        number = next(self._numbers)
+        self.send(CallFrame(number, method, msgspec.Raw(encode(args))))  # first: may raise, or end
         if self.ended.is_set():
             future.set_exception(PeerEndedError(self.problem))
-            return future
-        number = next(self._numbers)
-        self._calls[number] = _Call(method, future)
-        self.send(CallFrame(number, method, msgspec.Raw(encode(args))))
+        else:
+            self._calls[number] = _Call(method, future)
         return future
 
     async def next(self) -> Message | Asked:
@@ -189,15 +189,17 @@ class Peer:
             raise PeerEndedError(self.problem)
 
     def _take(self, message: AnswerFrame | FailureFrame) -> None:
-        call = self._calls.pop(message.number, None)
+        call = self._calls.get(message.number)
         if call is None:
             return
-        call.over.set()
         if isinstance(message, FailureFrame):
             call.fail(message.error)
         elif not call.waiter.done():
             assert self.protocol.asks is not None
+            # A call whose answer can't be read stays open: the connection's end fails the call.
             call.waiter.set_result(self.protocol.asks.results[call.method](message.value))
+        del self._calls[message.number]
+        call.over.set()
 
     def _asked(self, call: CallFrame) -> Asked | None:
         answers = self.protocol.answers
