@@ -16,7 +16,7 @@ from anyio import fail_after
 from websockets.asyncio.connection import Connection
 from websockets.exceptions import ConnectionClosed
 
-from .codec import AnswerFrame, CallFrame, FailureFrame, Message, Protocol, encode
+from .codec import MAX_FRAME_BYTES, AnswerFrame, CallFrame, FailureFrame, Message, Protocol, encode
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +87,12 @@ class Peer:
         self._writer = asyncio.create_task(self._write())
 
     def send(self, message: Message) -> None:
-        """Queue a message; a lost peer gets nothing."""
+        """Queue a message; a lost peer gets nothing.  Raises ValueError beyond MAX_FRAME_BYTES."""
         if self.ended.is_set() or self._closing:
             return
         data = encode(message)
+        if len(data) > MAX_FRAME_BYTES:
+            raise ValueError(f"{len(data)} bytes; a message has at most {MAX_FRAME_BYTES}")
         self._waiting.append(data)
         self._waiting_bytes += len(data)
         self._something.set()

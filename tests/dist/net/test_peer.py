@@ -101,6 +101,26 @@ def test_call_whose_answer_can_not_be_read_fails(place):
     asyncio.run(talk())
 
 
+def test_message_beyond_the_limit_is_not_sent_and_costs_no_connection(place, monkeypatch):
+    monkeypatch.setattr("moe_lora.dist.net.peer.MAX_FRAME_BYTES", 1 << 20)
+
+    async def talk() -> None:
+        async with serving(place) as (server, _), dialled(place) as peer:
+            with pytest.raises(ValueError, match="at most 1048576"):
+                peer.send(Note(0, "x" * (1 << 20)))
+            with pytest.raises(ValueError, match="at most 1048576"):
+                peer.call("find", "x" * (1 << 20))
+            waiting = peer.call("wait")
+            await until(lambda: server.waiting)
+            server.waiting[0].answer("x" * (1 << 20))
+            with pytest.raises(TypeError, match="at most 1048576"):
+                await waiting
+            assert await peer.call("double", 1) == 2
+            assert server.notes == []
+
+    asyncio.run(talk())
+
+
 def test_call_that_overfills_the_queue_fails(place, monkeypatch):
     monkeypatch.setattr("moe_lora.dist.net.peer.MAX_QUEUED_BYTES", 1 << 20)
 
