@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from moe_lora.config import FrontEndConfig
-from moe_lora.core.errors import AdapterError, AdapterNotFoundError, EngineDeadError
+from moe_lora.core.errors import (
+    AdapterError,
+    AdapterNotFoundError,
+    CapacityError,
+    EngineDeadError,
+    StorageError,
+)
 from moe_lora.core.request import AdapterFacts, AdapterInfo
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.routes import Routes, make_routes
@@ -194,6 +200,25 @@ def test_at_the_start_adapters_are_read_by_their_holders_alone(replicas, read):
     fleet.step()
     assert len(fleet.log) == read, "at rest nothing moves"
     fleet.check_sources()
+
+
+@pytest.mark.parametrize(("method", "number"), [("_pool_load", 0), ("_pool_load", 1), ("_pool_know", 1)])
+@pytest.mark.parametrize("kind", [StorageError, CapacityError, AdapterError])
+def test_a_start_goes_on_without_an_optional_adapter_that_an_engine_refuses(method, number, kind):
+    fleet = Fleet(3)
+
+    def refuse(*args: Any) -> None:
+        if "x" in (args[0], getattr(args[0], "name", None)):
+            raise kind("not here")
+        return getattr(Engine, method)(fleet.engines[number], *args)
+
+    setattr(fleet.engines[number], method, refuse)
+    directory = PoolDirectory(2 if method == "_pool_load" else 1)
+    pairs = [("x", "x"), ("y", "y")]
+    with pytest.raises(kind, match="not here"):
+        asyncio.run(PoolDirectory(directory.replicas).fill(fleet.engines, pairs))
+    asyncio.run(directory.fill(fleet.engines, pairs, frozenset(["x"])))
+    assert all("y" in engine.known for engine in fleet.engines)
 
 
 def test_adapter_is_loaded_where_least_is_held_and_known_everywhere():
