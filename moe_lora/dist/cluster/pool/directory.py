@@ -8,7 +8,7 @@ import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import AdapterFacts
@@ -36,8 +36,8 @@ class PoolDirectory:
         self._changes: list[str] = []
         self._told: WeakKeyDictionary[CallableEngine, int] = WeakKeyDictionary()
         """Number of changes sent to an engine."""
-        self._joining = asyncio.Lock()
-        """Locks joining engines' loads: not all must hold an adapter."""
+        self._joining: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Locks joining engines' loads of a name: not all must hold an adapter."""
 
     def serve(self, entry: PoolEntry) -> None:
         """Set the entry of a name."""
@@ -121,7 +121,7 @@ class PoolDirectory:
         """
         if await self._know(client, name, path, version):
             return
-        async with self._joining:
+        async with self._joining.setdefault(name, asyncio.Lock()):
             if not await self._know(client, name, path, version):  # an engine may hold a copy by now
                 await self._take(client, name, path, version, content_hash)
 

@@ -29,6 +29,7 @@ from moe_lora.engine.client.messages import PoolEntry
 from moe_lora.policies.routing.routers import PhiRouting
 from moe_lora.policies.routing.routing import LeastOutstanding
 from tests.dist.cluster.fleet_parts import cluster_config
+from tests.patience import PATIENCE_S
 from tests.virtual_clock import VirtualClock
 
 SIZES = {"big": 100, "small": 10, "tiny": 1}
@@ -371,6 +372,29 @@ def test_engine_that_joins_holds_what_nobody_holds():
     back = Engine("again", fleet.log)
     asyncio.run(catch_up(back, fleet.instance_registry.adapters, {}, set(), fleet.directory))
     assert back.held == {"#a", "#b"}
+
+
+def test_a_load_that_hangs_delays_other_engines_loads_of_its_adapter_alone(monkeypatch):
+    async def run() -> None:
+        directory, log = PoolDirectory(1), []
+        first, second = Engine("first", log), Engine("second", log)
+        hanging = asyncio.Event()
+
+        async def hang(*args: Any) -> None:
+            hanging.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(first, "call", hang)
+        load = asyncio.create_task(directory.give(first, "x", "x", 1))
+        await asyncio.wait_for(hanging.wait(), PATIENCE_S)
+        waiting = asyncio.create_task(directory.give(second, "x", "x", 1))
+        await asyncio.wait_for(directory.give(second, "y", "y", 1), PATIENCE_S)
+        assert second.known.keys() == {"y"}
+        load.cancel()
+        await asyncio.wait_for(waiting, PATIENCE_S)
+        assert second.known.keys() == {"x", "y"}
+
+    asyncio.run(run())
 
 
 def test_front_end_that_is_new_learns_from_engines_who_holds_what():
