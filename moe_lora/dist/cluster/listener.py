@@ -57,12 +57,14 @@ async def catch_up(
 
     pool None: the engine reads adapters from disk.
     """
-    for name in [name for name in have if name not in served]:
+    gone = [name for name in have if name not in served]
+    if pool is not None:
+        for name in gone:  # first: an unload may raise
+            pool.forget(name, have[name].version)
+    for name in gone:
         if name not in missing:
             await client.call("unload_adapter", name, waits=False)
         missing.discard(name)
-        if pool is not None:
-            pool.forget(name, have[name].version)
         del have[name]
     for name, adapter in served.items():
         before = have.get(name)

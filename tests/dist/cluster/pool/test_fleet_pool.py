@@ -397,6 +397,24 @@ def test_a_load_that_hangs_delays_other_engines_loads_of_its_adapter_alone(monke
     asyncio.run(run())
 
 
+def test_unserved_adapters_leave_the_directory_though_their_engine_ends(monkeypatch):
+    fleet = Fleet(1, "ab")
+    engine, directory = fleet.engines[0], PoolDirectory(1)
+
+    def end(name: str, waits: bool) -> None:
+        engine.end()
+        raise EngineDeadError("it has ended")
+
+    async def come() -> None:
+        have, _ = await held_by(engine, directory)
+        monkeypatch.setattr(engine, "_unload_adapter", end)
+        await catch_up(engine, {}, have, set(), directory)
+
+    with pytest.raises(EngineDeadError):
+        asyncio.run(come())
+    assert directory.content_hashes() == {}
+
+
 def test_front_end_that_is_new_learns_from_engines_who_holds_what():
     fleet = Fleet(2, "abcd")
     directory = PoolDirectory(1)
