@@ -46,7 +46,8 @@ def read_config(folder: Path) -> AdapterConfig:
 def adapter_folder(path: str, name: str) -> str:
     """An adapter's folder: `path`, or the subfolder of a PEFT adapter not called "default".
 
-    Raises AdapterError for several subfolders without `name`, or another tool's folder.
+    Raises AdapterError for several subfolders without `name`, another tool's folder, or a name that is no
+    UTF-8.
     """
     if os.path.isfile(os.path.join(path, CONFIG_FILE)):
         return path
@@ -65,7 +66,10 @@ def adapter_folder(path: str, name: str) -> str:
         if found := other_format(Path(path)):
             raise AdapterError(f"{path}: has no {CONFIG_FILE}; {found}")
         return path
-    return os.path.join(path, name if name in below else below[0])
+    found = name if name in below else below[0]
+    if any("\udc80" <= char <= "\udcff" for char in found):
+        raise AdapterError(f"{path}: the name of its folder {cut(found)} is no UTF-8; rename the folder")
+    return os.path.join(path, found)
 
 
 def weights_file(folder: Path, called: str | None = None) -> Path:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from moe_lora.core.address import Address
+from moe_lora.core.errors import CapacityError
 from moe_lora.core.request import GenerateRequest, TokenOutput, token_work
 from moe_lora.dist.net.codec import Decoder, Interface, Message, Protocol, verb, verbs_of
 from moe_lora.dist.net.connection import dial
@@ -169,7 +170,10 @@ class ConnectionMux:
         if isinstance(event, Outputs):
             for (peer, _), outputs in self._sorted(event.outputs).items():
                 if peer in self._open:
-                    peer.send(Outputs(outputs))
+                    try:
+                        peer.send(Outputs(outputs))
+                    except ValueError:
+                        self._send_apart(peer, outputs)
         elif isinstance(event, Rejected):
             asked = self._ended(event.request_id)
             if asked.peer in self._open:
@@ -186,6 +190,16 @@ class ConnectionMux:
             for peer in self._open:
                 peer.send(event)
             self._fail()
+
+    def _send_apart(self, peer: Peer, outputs: list[TokenOutput]) -> None:
+        """Send a message per output; an unsendable output ends its request."""
+        for output in outputs:
+            try:
+                peer.send(Outputs([output]))
+            except ValueError as error:
+                self.put(peer, Abort(output.request_id))
+                problem = f"a step's output can't be sent ({error}); request fewer log probabilities"
+                peer.send(Rejected(output.request_id, CapacityError(problem)))
 
     def _sorted(self, outputs: list[TokenOutput]) -> dict[tuple[Peer, str], list[TokenOutput]]:
         """Outputs by receiver and, for a separate message, request name."""

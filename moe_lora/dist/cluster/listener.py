@@ -57,12 +57,14 @@ async def catch_up(
 
     pool None: the engine reads adapters from disk.
     """
-    for name in [name for name in have if name not in served]:
+    gone = [name for name in have if name not in served]
+    if pool is not None:
+        for name in gone:  # first: an unload may raise
+            pool.forget(name, have[name].version)
+    for name in gone:
         if name not in missing:
             await client.call("unload_adapter", name, waits=False)
         missing.discard(name)
-        if pool is not None:
-            pool.forget(name, have[name].version)
         del have[name]
     for name, adapter in served.items():
         before = have.get(name)
@@ -335,8 +337,8 @@ class DialledClient(CallableEngine):
             raise self._dead or EngineDeadError(f"instance {self.name} has ended: {self._peer.problem}")
         if name in self._streams:
             raise ValueError(f"request_id {name!r} is already running")
-        stream = self._streams[name] = _Stream(request, self._streams, self._peer, self._max_unread)
         self._peer.send(Request.of(request))
+        stream = self._streams[name] = _Stream(request, self._streams, self._peer, self._max_unread)
         return stream
 
     async def abort(self, request_id: str) -> None:

@@ -58,10 +58,10 @@ _KINDS: dict[str, type[Exception]] = {
 
 def _to_plain(value: Any) -> Any:
     if isinstance(value, Exception):
-        for kind in type(value).__mro__:
-            if kind.__name__ in _KINDS:
-                return (kind.__name__, str(value))
-        return (type(value).__name__, str(value))
+        known = (kind.__name__ for kind in type(value).__mro__ if kind.__name__ in _KINDS)
+        # File names in a text may be no UTF-8.
+        text = str(value).encode("utf-8", "backslashreplace").decode()
+        return (next(known, type(value).__name__), text)
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):

@@ -16,7 +16,7 @@ from anyio import fail_after
 from websockets.asyncio.connection import Connection
 from websockets.exceptions import ConnectionClosed
 
-from .codec import AnswerFrame, CallFrame, FailureFrame, Message, Protocol, encode
+from .codec import MAX_FRAME_BYTES, AnswerFrame, CallFrame, FailureFrame, Message, Protocol, encode
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +56,9 @@ class Asked:
     def answer(self, value: Any) -> None:
         """Send the result, or an error if unsendable."""
         try:
-            data = encode(value)
-        except (TypeError, NotImplementedError) as error:
+            self.peer.send(AnswerFrame(self.number, msgspec.Raw(encode(value))))
+        except Exception as error:
             self.fail(TypeError(f"what {self.method} returned can't be sent: {error}"))
-        else:
-            self.peer.send(AnswerFrame(self.number, msgspec.Raw(data)))
 
     def fail(self, error: Exception) -> None:
         self.peer.send(FailureFrame(self.number, error))
@@ -89,10 +87,12 @@ class Peer:
         self._writer = asyncio.create_task(self._write())
 
     def send(self, message: Message) -> None:
-        """Queue a message; a lost peer gets nothing."""
+        """Queue a message; a lost peer gets nothing.  Raises ValueError beyond MAX_FRAME_BYTES."""
         if self.ended.is_set() or self._closing:
             return
         data = encode(message)
+        if len(data) > MAX_FRAME_BYTES:
+            raise ValueError(f"{len(data)} bytes; a message has at most {MAX_FRAME_BYTES}")
         self._waiting.append(data)
         self._waiting_bytes += len(data)
         self._something.set()
@@ -113,12 +113,12 @@ class Peer:
         assert self.protocol.asks is not None
         args = self.protocol.asks.bind(method, args, words)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        number = next(self._numbers)
+        self.send(CallFrame(number, method, msgspec.Raw(encode(args))))  # first: may raise, or end
         if self.ended.is_set():
             future.set_exception(PeerEndedError(self.problem))
-            return future
-        number = next(self._numbers)
-        self._calls[number] = _Call(method, future)
-        self.send(CallFrame(number, method, msgspec.Raw(encode(args))))
+        else:
+            self._calls[number] = _Call(method, future)
         return future
 
     async def next(self) -> Message | Asked:
@@ -191,15 +191,17 @@ class Peer:
             raise PeerEndedError(self.problem)
 
     def _take(self, message: AnswerFrame | FailureFrame) -> None:
-        call = self._calls.pop(message.number, None)
+        call = self._calls.get(message.number)
         if call is None:
             return
-        call.over.set()
         if isinstance(message, FailureFrame):
             call.fail(message.error)
         elif not call.waiter.done():
             assert self.protocol.asks is not None
+            # A call whose answer can't be read stays open: the connection's end fails the call.
             call.waiter.set_result(self.protocol.asks.results[call.method](message.value))
+        del self._calls[message.number]
+        call.over.set()
 
     def _asked(self, call: CallFrame) -> Asked | None:
         answers = self.protocol.answers

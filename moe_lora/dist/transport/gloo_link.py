@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -201,6 +202,7 @@ def receive(sock: socket.socket, num_bytes: int) -> bytes:
 logger = logging.getLogger(__name__)
 
 _TAG_CHARS = 32
+_ACCEPT_PAUSE_S = 0.5
 
 
 class Reception:
@@ -219,7 +221,14 @@ class Reception:
 
     def _accept(self) -> None:
         for number in itertools.count():
-            visitor, _ = self._listener.accept()
+            try:
+                visitor, _ = self._listener.accept()
+            except OSError as error:  # no free file descriptor, say
+                if self._closing:
+                    return
+                logger.warning("the gloo transport can't accept a link now: %s", error)
+                time.sleep(_ACCEPT_PAUSE_S)
+                continue
             if self._closing:
                 visitor.close()
                 return

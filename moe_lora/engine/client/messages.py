@@ -288,7 +288,7 @@ class Outputs(Message, frozen=True):
 
 
 class Rejected(Message, frozen=True):
-    """A request that could not be queued."""
+    """A request that could not be queued, or whose output can't be sent."""
 
     request_id: str
     error: Exception

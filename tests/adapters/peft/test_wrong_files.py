@@ -213,6 +213,12 @@ def test_the_top_of_a_cache_names_the_folder_to_give(good, tmp_path):
         adapter_folder(str(tmp_path / "models--org--a"), "a")
 
 
+def test_a_folder_below_whose_name_is_no_utf_8_is_named(good, tmp_path):
+    shutil.copytree(good, tmp_path / "saved" / os.fsdecode(b"caf\xe9"))
+    with pytest.raises(AdapterError, match=r"folder caf\\udce9 is no UTF-8; rename"):
+        adapter_folder(str(tmp_path / "saved"), "a")
+
+
 def test_a_base_config_that_is_a_pointer_is_named(good, shape_of, tmp_path):
     folder, base = shutil.copytree(good, tmp_path / "a"), tmp_path / "base"
     base.mkdir()

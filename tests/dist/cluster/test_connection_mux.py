@@ -8,8 +8,15 @@ import queue
 import pytest
 from msgspec import Raw
 
-from moe_lora.core.errors import EngineDeadError
-from moe_lora.core.request import MAX_EXPERT_BYTES, GenerateRequest, PromptReport, SamplingParams, TokenOutput
+from moe_lora.core.errors import CapacityError, EngineDeadError
+from moe_lora.core.request import (
+    MAX_EXPERT_BYTES,
+    GenerateRequest,
+    PromptReport,
+    SamplingParams,
+    TokenLogprobs,
+    TokenOutput,
+)
 from moe_lora.dist.cluster.instance_links import ConnectionMux
 from moe_lora.dist.net.codec import MAX_FRAME_BYTES, encode
 from moe_lora.dist.net.peer import Asked
@@ -32,10 +39,14 @@ from moe_lora.engine.client.messages import (
 class Connection:
     """One end of a connection; what it was sent."""
 
+    max_bytes = MAX_FRAME_BYTES
+
     def __init__(self) -> None:
         self.heard: list = []
 
     def send(self, message) -> None:
+        if len(encode(message)) > self.max_bytes:
+            raise ValueError("too large")
         self.heard.append(message)
 
 
@@ -113,6 +124,38 @@ def test_experts_of_prompts_that_end_together_go_in_messages_of_their_own(two):
     two.mux.emit(Outputs(outputs))
     assert sorted(two.tokens("one")) == [("a", 1), ("b", 1), ("c", 1)]
     assert max(len(encode(one)) for one in two.heard["one"]) < MAX_FRAME_BYTES
+
+
+ROW = TokenLogprobs(logprob=-0.1, position=1, top=tuple((token, -0.1) for token in range(100)))
+
+
+def test_reports_that_are_too_large_together_are_sent_apart(two):
+    report = PromptReport(logprobs=(ROW,) * 5)
+    two.connection["one"].max_bytes = 8000
+    for request_id in ("a", "b", "c"):
+        two.ask("one", request_id)
+    first, *others = two.told()
+    reports = [TokenOutput(request_id=name, token_ids=(1,), prompt=report) for name in others]
+    two.mux.emit(Outputs([TokenOutput(request_id=first, token_ids=(1,)), *reports]))
+    assert two.tokens("one") == [("a", 1), ("b", 1), ("c", 1)]
+    two.answer((first, 2, None))
+    assert len(two.heard["one"]) == 4
+
+
+@pytest.mark.parametrize("reason", [None, "length"])
+def test_report_that_is_too_large_for_a_message_ends_its_request_alone(two, reason):
+    report = PromptReport(logprobs=(ROW,) * 10)
+    two.connection["one"].max_bytes = 8000
+    two.ask("one", "a")
+    two.ask("one", "b")
+    first, second = two.told()
+    large = TokenOutput(request_id=first, token_ids=(1,), prompt=report, finish_reason=reason)
+    two.mux.emit(Outputs([large, TokenOutput(request_id=second, token_ids=(1,))]))
+    refused, output = two.heard["one"]
+    assert (refused.request_id, type(refused.error)) == ("a", CapacityError)
+    assert "fewer log probabilities" in str(refused.error)
+    assert [one.request_id for one in output.outputs] == ["b"]
+    assert two.told() == ([Abort(first)] if reason is None else [])
 
 
 def test_closing_a_line_ends_its_requests_and_no_others(two):

@@ -63,6 +63,75 @@ def test_error_of_a_call_is_raised_where_it_was_made(place):
     asyncio.run(talk())
 
 
+@pytest.mark.parametrize("value", [object(), "caf\udce9", 1 << 70])
+def test_result_that_can_not_be_sent_is_an_error_of_its_call(place, value):
+    async def talk() -> None:
+        async with serving(place) as (server, _), dialled(place) as peer:
+            waiting = peer.call("wait")
+            await until(lambda: server.waiting)
+            server.waiting[0].answer(value)
+            with pytest.raises(TypeError, match="what wait returned can't be sent"):
+                await waiting
+            assert await peer.call("double", 1) == 2
+
+    asyncio.run(talk())
+
+
+def test_call_whose_arguments_can_not_be_sent_is_no_open_call(place):
+    async def talk() -> None:
+        async with serving(place), dialled(place) as peer:
+            with pytest.raises(UnicodeEncodeError):
+                peer.call("find", "caf\udce9")
+            await asyncio.wait_for(peer.settled(), PATIENCE_S)
+
+    asyncio.run(talk())
+
+
+def test_call_whose_answer_can_not_be_read_fails(place):
+    async def talk() -> None:
+        async with serving(place) as (server, _), dialled(place) as peer:
+            waiting = peer.call("wait")
+            await until(lambda: server.waiting)
+            server.waiting[0].answer("no null")
+            with pytest.raises(PeerEndedError, match="not understood"):
+                await asyncio.wait_for(waiting, PATIENCE_S)
+            with pytest.raises(PeerEndedError, match="not understood"):
+                await peer.settled()
+
+    asyncio.run(talk())
+
+
+def test_message_beyond_the_limit_is_not_sent_and_costs_no_connection(place, monkeypatch):
+    monkeypatch.setattr("moe_lora.dist.net.peer.MAX_FRAME_BYTES", 1 << 20)
+
+    async def talk() -> None:
+        async with serving(place) as (server, _), dialled(place) as peer:
+            with pytest.raises(ValueError, match="at most 1048576"):
+                peer.send(Note(0, "x" * (1 << 20)))
+            with pytest.raises(ValueError, match="at most 1048576"):
+                peer.call("find", "x" * (1 << 20))
+            waiting = peer.call("wait")
+            await until(lambda: server.waiting)
+            server.waiting[0].answer("x" * (1 << 20))
+            with pytest.raises(TypeError, match="at most 1048576"):
+                await waiting
+            assert await peer.call("double", 1) == 2
+            assert server.notes == []
+
+    asyncio.run(talk())
+
+
+def test_call_that_overfills_the_queue_fails(place, monkeypatch):
+    monkeypatch.setattr("moe_lora.dist.net.peer.MAX_QUEUED_BYTES", 1 << 20)
+
+    async def talk() -> None:
+        async with serving(place), dialled(place) as peer:
+            with pytest.raises(PeerEndedError, match="does not read"):
+                await asyncio.wait_for(peer.call("find", "x" * (1 << 20)), PATIENCE_S)
+
+    asyncio.run(talk())
+
+
 def test_calls_fail_when_the_connection_ends(place):
     async def talk() -> None:
         async with serving(place) as (server, _), dialled(place) as peer:

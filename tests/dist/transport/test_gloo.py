@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import socket
 import threading
@@ -69,6 +70,20 @@ def test_visitor_that_says_nothing_sensible_does_no_harm() -> None:
         here.put_signal(here.attach(window.descriptor()), 0, pattern(100, 1), 0, 1)
         there.signal_wait_until(window, 0, 1, TIMEOUT_S)
         assert window.bytes.equal(pattern(100, 1))
+
+
+def test_links_are_accepted_again_after_a_lack_of_file_descriptors(monkeypatch) -> None:
+    monkeypatch.setattr("moe_lora.dist.transport.gloo_link._ACCEPT_PAUSE_S", 0.0)
+    accept, lacks = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")]
+    monkeypatch.setattr(socket.socket, "accept", lambda sock: fails(lacks) or accept(sock))
+    with make_transport("gloo", name="here") as here, make_transport("gloo", name="there") as there:
+        here.attach(there.alloc("theirs", 8, 1).descriptor())
+    assert not lacks
+
+
+def fails(errors: list[OSError]) -> None:
+    if errors:
+        raise errors.pop()
 
 
 @pytest.mark.parametrize("said", [b"", b"0" * 31, b"0" * 32, b"0" * 64])

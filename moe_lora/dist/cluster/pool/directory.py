@@ -8,9 +8,9 @@ import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from moe_lora.core.errors import AdapterError, EngineDeadError
+from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.request import AdapterFacts
 from moe_lora.engine.client.client import CallableEngine
 from moe_lora.engine.client.messages import PoolEntry
@@ -36,8 +36,8 @@ class PoolDirectory:
         self._changes: list[str] = []
         self._told: WeakKeyDictionary[CallableEngine, int] = WeakKeyDictionary()
         """Number of changes sent to an engine."""
-        self._joining = asyncio.Lock()
-        """Locks joining engines' loads: not all must hold an adapter."""
+        self._joining: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Locks joining engines' loads of a name: not all must hold an adapter."""
 
     def serve(self, entry: PoolEntry) -> None:
         """Set the entry of a name."""
@@ -121,7 +121,7 @@ class PoolDirectory:
         """
         if await self._know(client, name, path, version):
             return
-        async with self._joining:
+        async with self._joining.setdefault(name, asyncio.Lock()):
             if not await self._know(client, name, path, version):  # an engine may hold a copy by now
                 await self._take(client, name, path, version, content_hash)
 
@@ -176,28 +176,25 @@ class PoolDirectory:
         places = place_holders(sizes, {}, range(len(clients)), self.replicas)
         homes = {name: sorted(holders) for name, holders in places.items()}
 
-        async def load(index: int) -> None:
+        async def load(part: int, index: int) -> None:
+            """Parts: the first holder, further holders, the rest."""
             for name, path in adapters:
-                if index in homes[name][:1]:
-                    try:
-                        await self._load(clients[index], name, path, 1)
-                    except AdapterError:
-                        if name not in optional:
-                            raise
-                        lost.add(name)
+                own = min(1, homes[name].index(index)) if index in homes[name] else 2
+                if own != part or name in lost:
+                    continue
+                try:
+                    if part == 2:
+                        await self.give(clients[index], name, path, 1)
+                    else:
+                        content_hash = self.content_hashes()[name] if part else None
+                        await self._load(clients[index], name, path, 1, content_hash)
+                except Exception as error:
+                    if name not in optional or isinstance(error, EngineDeadError):
+                        raise
+                    lost.add(name)
 
-        async def load_too(index: int) -> None:
-            for name, path in adapters:
-                if index in homes[name][1:] and name not in lost:
-                    await self._load(clients[index], name, path, 1, self.content_hashes()[name])
-
-        async def know(index: int) -> None:
-            for name, path in adapters:
-                if index not in homes[name] and name not in lost:
-                    await self.give(clients[index], name, path, 1)
-
-        for part in (load, load_too, know):
-            await asyncio.gather(*map(part, range(len(clients))))
+        for part in range(3):
+            await asyncio.gather(*(load(part, index) for index in range(len(clients))))
 
     async def _load(
         self, client: CallableEngine, name: str, path: str, version: int, content_hash: str | None = None

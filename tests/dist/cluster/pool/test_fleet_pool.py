@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from moe_lora.config import FrontEndConfig
-from moe_lora.core.errors import AdapterError, AdapterNotFoundError, EngineDeadError
+from moe_lora.core.errors import (
+    AdapterError,
+    AdapterNotFoundError,
+    CapacityError,
+    EngineDeadError,
+    StorageError,
+)
 from moe_lora.core.request import AdapterFacts, AdapterInfo
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.controller.routes import Routes, make_routes
@@ -23,6 +29,7 @@ from moe_lora.engine.client.messages import PoolEntry
 from moe_lora.policies.routing.routers import PhiRouting
 from moe_lora.policies.routing.routing import LeastOutstanding
 from tests.dist.cluster.fleet_parts import cluster_config
+from tests.patience import PATIENCE_S
 from tests.virtual_clock import VirtualClock
 
 SIZES = {"big": 100, "small": 10, "tiny": 1}
@@ -196,6 +203,25 @@ def test_at_the_start_adapters_are_read_by_their_holders_alone(replicas, read):
     fleet.check_sources()
 
 
+@pytest.mark.parametrize(("method", "number"), [("_pool_load", 0), ("_pool_load", 1), ("_pool_know", 1)])
+@pytest.mark.parametrize("kind", [StorageError, CapacityError, AdapterError])
+def test_a_start_goes_on_without_an_optional_adapter_that_an_engine_refuses(method, number, kind):
+    fleet = Fleet(3)
+
+    def refuse(*args: Any) -> None:
+        if "x" in (args[0], getattr(args[0], "name", None)):
+            raise kind("not here")
+        return getattr(Engine, method)(fleet.engines[number], *args)
+
+    setattr(fleet.engines[number], method, refuse)
+    directory = PoolDirectory(2 if method == "_pool_load" else 1)
+    pairs = [("x", "x"), ("y", "y")]
+    with pytest.raises(kind, match="not here"):
+        asyncio.run(PoolDirectory(directory.replicas).fill(fleet.engines, pairs))
+    asyncio.run(directory.fill(fleet.engines, pairs, frozenset(["x"])))
+    assert all("y" in engine.known for engine in fleet.engines)
+
+
 def test_adapter_is_loaded_where_least_is_held_and_known_everywhere():
     fleet = Fleet(2)
 
@@ -346,6 +372,47 @@ def test_engine_that_joins_holds_what_nobody_holds():
     back = Engine("again", fleet.log)
     asyncio.run(catch_up(back, fleet.instance_registry.adapters, {}, set(), fleet.directory))
     assert back.held == {"#a", "#b"}
+
+
+def test_a_load_that_hangs_delays_other_engines_loads_of_its_adapter_alone(monkeypatch):
+    async def run() -> None:
+        directory, log = PoolDirectory(1), []
+        first, second = Engine("first", log), Engine("second", log)
+        hanging = asyncio.Event()
+
+        async def hang(*args: Any) -> None:
+            hanging.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(first, "call", hang)
+        load = asyncio.create_task(directory.give(first, "x", "x", 1))
+        await asyncio.wait_for(hanging.wait(), PATIENCE_S)
+        waiting = asyncio.create_task(directory.give(second, "x", "x", 1))
+        await asyncio.wait_for(directory.give(second, "y", "y", 1), PATIENCE_S)
+        assert second.known.keys() == {"y"}
+        load.cancel()
+        await asyncio.wait_for(waiting, PATIENCE_S)
+        assert second.known.keys() == {"x", "y"}
+
+    asyncio.run(run())
+
+
+def test_unserved_adapters_leave_the_directory_though_their_engine_ends(monkeypatch):
+    fleet = Fleet(1, "ab")
+    engine, directory = fleet.engines[0], PoolDirectory(1)
+
+    def end(name: str, waits: bool) -> None:
+        engine.end()
+        raise EngineDeadError("it has ended")
+
+    async def come() -> None:
+        have, _ = await held_by(engine, directory)
+        monkeypatch.setattr(engine, "_unload_adapter", end)
+        await catch_up(engine, {}, have, set(), directory)
+
+    with pytest.raises(EngineDeadError):
+        asyncio.run(come())
+    assert directory.content_hashes() == {}
 
 
 def test_front_end_that_is_new_learns_from_engines_who_holds_what():
