@@ -255,6 +255,14 @@ def test_a_tokenizer_is_compared_with_the_model_alone(served, model_dir):
         assert "copy the tokenizer's files there" in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize("text", ["a: 1\nb\n", "x # y", "'quoted'", "007", "{{ a }}", "[1", "on", "~", " a "])
+def test_a_text_arrives_as_given(text, served, model_dir):
+    for words in (["--chat-template", text], ["--set", f"engine.chat_template={text}"]):
+        result = run(model_dir, *words)
+        assert result.exit_code == 0, result.output
+        assert served.pop()[0].chat_template == text
+
+
 def test_a_folder_behind_a_list_is_the_model(model_dir, tmp_path):
     found, _ = parsed("--config", "x", "--api-key", "one", "two", model_dir)
     assert (found["given_keys"], found["model_dir"]) == (("one", "two"), model_dir)
