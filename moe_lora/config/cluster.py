@@ -106,6 +106,8 @@ class ClusterConfig:
         check_devices(self.devices, self.engine.num_ranks, has_server=self.lora_server is not None)
         if self.front_end.prefill_instances:
             self._check_prefill_instances()
+        if self.scaling is not None:
+            self.engine.kv_event_settings(self.scaling.max_instances)
         if self.registry is not None:
             self._check_in_root("registry.folder", self.registry.folder)
         if self.sources is not None:
