@@ -106,8 +106,10 @@ class ClusterConfig:
         check_devices(self.devices, self.engine.num_ranks, has_server=self.lora_server is not None)
         if self.front_end.prefill_instances:
             self._check_prefill_instances()
-        if self.scaling is not None:
-            self.engine.kv_event_settings(self.scaling.max_instances)
+        if self.scaling is not None and self.engine.kv_events is not None:
+            from .kv_events import read_settings
+
+            read_settings(self.engine.kv_events, self.scaling.max_instances)
         if self.registry is not None:
             self._check_in_root("registry.folder", self.registry.folder)
         if self.sources is not None:

@@ -279,13 +279,13 @@ class EngineConfig(Settings):
         """How weights are held, as `weight_format` takes it."""
         return {name: getattr(self, name) for name in QUANTISATION}
 
-    def kv_event_settings(self, num_instances: int = 1) -> KvEventSettings | None:
-        """None: no events.  Raises ConfigError, also if more instances lack ports."""
+    def kv_event_settings(self) -> KvEventSettings | None:
+        """None: no events.  Raises ConfigError."""
         if self.kv_events is None:
             return None
         from .kv_events import read_settings
 
-        return read_settings(self.kv_events, max(num_instances, self.num_instances))
+        return read_settings(self.kv_events, self.num_instances)
 
     def hf_config(self) -> dict[str, Any]:
         """The model's config.json, with as many layers as are served.
