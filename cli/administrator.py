@@ -32,6 +32,8 @@ def call(
     """The server's answer.  Raises ValueError for a refusal or an absent server."""
     import httpx
 
+    from moe_lora.report.load_client import error_message
+
     try:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         transport, base_url = None, url
@@ -39,12 +41,14 @@ def call(
             transport, base_url = httpx.HTTPTransport(uds=url), "http://localhost"
         with httpx.Client(base_url=base_url, transport=transport, timeout=timeout_s, headers=headers) as http:
             answer = http.request(method, path, json=body)
-        found: dict[str, Any] = answer.json()
+        found = answer.json()
+        if not answer.is_error and not isinstance(found, dict):
+            raise ValueError(f"{found!r:.80} is no object")
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise ValueError(f"no moe-lora server answers at {url}: {error}; give its --url") from error
     if answer.is_error:
-        raise ValueError(found["error"]["message"])
-    return found
+        raise ValueError(error_message(found))
+    return dict(found)
 
 
 def call_instance(url: str, api_key: str | None, name: str, what: str, timeout_s: float) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moe_lora.config import EngineConfig, LoraServerConfig, RegistryConfig
+from moe_lora.config import MAX_COUNT, EngineConfig, LoraServerConfig, RegistryConfig
 
 from .errors import user_errors
 from .options import VariadicCommand, headed, model_options, refuse_given, section_options
@@ -141,14 +141,16 @@ def _run_there(run: BatchRun, todo: list[BatchLine], server: str, api_key: str |
 
 
 def _own_cluster(options: dict[str, Any]) -> ClusterConfig:
-    """Settings without keys.  Raises ConfigError and click.UsageError."""
+    """Settings without keys and limits of clients.  Raises ConfigError and click.UsageError."""
     from .serve_settings import cluster_to_serve, fit_to_serve
 
     config_file, skips_bad = options.pop("config_file"), options.pop("skip_bad_adapters")
     if config_file is None and options["model_dir"] is None:
         raise click.UsageError("give --server, or MODEL_DIR of the model that answers")
     cluster = cluster_to_serve(config_file, None, {**options, "given_keys": ()})
-    front_end = replace(cluster.front_end, api_keys=None, admin_key_digests=(), admin_address=None)
+    of_all = ("max_queued_tokens", "max_bodies_bytes")
+    limits = {name: MAX_COUNT for one in of_all for name in (one, f"{one}_per_client")}
+    front_end = replace(cluster.front_end, api_keys=None, admin_key_digests=(), admin_address=None, **limits)
     engine = fit_to_serve(cluster.engine, skip_bad=skips_bad)
     return replace(cluster, front_end=front_end, engine=engine)
 

@@ -99,7 +99,7 @@ class BatchRun:
         """
         for wait_s in (*RETRY_S, None):
             try:
-                answer = await http.post(line.url, content=body, headers={"Content-Type": "application/json"})
+                answer = await _admitted(line.url, body, http)
             except httpx.TransportError as error:
                 problem, least_s = f"no answer ({error or type(error).__name__})", 0.0
                 if wait_s is None:
@@ -118,6 +118,16 @@ class BatchRun:
                 await asyncio.sleep(max(wait_s, least_s))
         self._report(f"line {line.number}: {problem}; the next run sends the line again")
         return None
+
+
+async def _admitted(url: str, body: bytes, http: httpx.AsyncClient) -> httpx.Response:
+    """The answer, after the waits of a limit of the server."""
+    while True:
+        answer = await http.post(url, content=body, headers={"Content-Type": "application/json"})
+        wait_s = _retry_after_s(answer)
+        if answer.status_code != 429 or not wait_s > 0:
+            return answer
+        await asyncio.sleep(wait_s)
 
 
 def _body(answer: httpx.Response) -> Any:

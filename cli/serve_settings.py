@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -226,27 +227,28 @@ def _setting(text: str) -> tuple[str, Setting, Any]:
 
 
 def _value_of(one: Setting, text: str) -> Any:
-    """The text as YAML, or by the setting's type: "on" may be a text, 1e-3 is a number, one value is a list.
+    """A text setting's text, else YAML, by the type: 1e-3 is a number, one value is a list.
 
     Raises ConfigError for an empty text and for invalid YAML.
     """
     import yaml
 
+    from moe_lora.config.cluster import yaml_value
+
     if not text:
         raise ConfigError(f"{one.name} has no value; give null for no {one.name}, or omit the setting")
     if tuple[str, ...] in one.kinds and not text.startswith("["):
         return [text]
+    if str in one.kinds:
+        is_number = int in one.kinds and re.fullmatch(r"-?\d+", text)
+        return int(text) if is_number else None if text == "null" else text
     try:
-        value = yaml.safe_load(text)
+        value = yaml_value(text)
     except yaml.YAMLError as error:
-        if str in one.kinds:
-            return text
         raise ConfigError(f"{text!r} is not valid YAML: {error}") from error
     if float in one.kinds and isinstance(value, str):
         with suppress(ValueError):
             return float(value)
-    if str in one.kinds and text != "null" and (value is None or type(value) not in one.kinds):
-        return text
     return [value] if tuple[int, ...] in one.kinds and type(value) is int else value
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -146,7 +147,7 @@ class VllmWords:
         self._found: dict[str, tuple[VllmOption, str, str]] = {}
         """vLLM's option → row, name as given, last value."""
         self._left = [self._spelled(word) for word in args]
-        self._all = list(self._left)
+        self._model_dir = ""
         while self._left and self._left[0] != "--":
             self._read(self._left.pop(0))
         if self._moved:
@@ -205,12 +206,15 @@ class VllmWords:
             self.words[-1:] = [SET, value]
             self._note_set(name, value, "")
             return
-        if option is None or option.multiple or option.is_flag:
+        if not word.startswith("-"):
+            self._model_dir = word
+        if option is None or option.is_flag:
             return
         if not equals and self._left:
             value = self._left.pop(0)
             self.words.append(value)
-        self._note_given(name, name, value, "")
+        if not option.multiple:
+            self._note_given(name, name, value, "")
 
     def _read_flag(self, option: VllmOption, name: str, equals: str, value: str, *, is_off: bool) -> None:
         if not equals and self._left and self._is_word(option, self._left[0]):
@@ -258,9 +262,13 @@ class VllmWords:
 
     def _values(self, name: str) -> list[str]:
         found = [self._value(name)]
-        while self._left and not self._left[0].startswith("-"):
+        while self._left and not self._left[0].startswith("-") and not self._is_model_dir(self._left[0]):
             found.append(self._left.pop(0))
         return found
+
+    def _is_model_dir(self, word: str) -> bool:
+        """True for the first folder behind a list, if no model is given before."""
+        return not self._model_dir and "--model" not in self._found and os.path.isdir(word)
 
     def _values_of(self, place: Place) -> list[str]:
         """The values after a setting's option."""
@@ -274,7 +282,8 @@ class VllmWords:
             self._add_flag(option, value)
             return
         key = value if value in option.words else value.replace(" ", "")
-        if MODEL in option.words and self._is_elsewhere(name, value):
+        _, _, model_dir = self._found.get("--model", ("", "", self._model_dir))
+        if MODEL in option.words and value == model_dir:
             key = MODEL
         words = option.words.get(key, option.words.get(ANY))
         if words is None:
@@ -296,11 +305,6 @@ class VllmWords:
             self.notes.append(f"{name} has no effect here: {option.text}")
         else:
             self.notes.append(f"{neutral} changes nothing here")
-
-    def _is_elsewhere(self, name: str, value: str) -> bool:
-        """True if another word has the same value."""
-        ours = [word.partition("=")[2] if word.startswith("-") else word for word in self._all]
-        return ours.count(value) > 1
 
     def _add_words(self, option: VllmOption, name: str, words: str, value: str = "") -> None:
         if words == "{}":

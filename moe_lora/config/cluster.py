@@ -106,6 +106,10 @@ class ClusterConfig:
         check_devices(self.devices, self.engine.num_ranks, has_server=self.lora_server is not None)
         if self.front_end.prefill_instances:
             self._check_prefill_instances()
+        if self.scaling is not None and self.engine.kv_events is not None:
+            from .kv_events import read_settings
+
+            read_settings(self.engine.kv_events, self.scaling.max_instances)
         if self.registry is not None:
             self._check_in_root("registry.folder", self.registry.folder)
         if self.sources is not None:
@@ -369,11 +373,27 @@ def read_cluster(path: str | Path, *, scales: bool = False) -> ClusterConfig:
 def read_content(path: str | Path) -> Any:
     """What a YAML file holds.  Raises ConfigError if it can't be read or is no YAML."""
     try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return yaml_value(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node, found = super().compose_mapping_node(anchor), set[str]()
+        for name, _ in node.value:
+            if (key := f"{name.tag} {name.value}") in found:
+                problem = f"the name {name.value!r} is given twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=name.start_mark)
+            found.add(key)
+        return node
+
+
+def yaml_value(text: str) -> Any:
+    """The text's value.  Raises yaml.YAMLError, also for a repeated name."""
+    return yaml.load(text, _Loader)
 
 
 def cluster_of(content: Any, folder: Path, *, scales: bool = False) -> ClusterConfig:
@@ -469,7 +489,8 @@ def _section(kind: Any, section: str, given: Any, folder: Path) -> dict[str, Any
 
 
 def _name(section: str, name: Any) -> str:
-    if problem := name_problem(str(name)):
+    is_text = isinstance(name, str)
+    if problem := name_problem(name) if is_text else "is no text; put it in quotes":
         raise ConfigError(f"{section}: the name {name!r} {problem}")
     return str(name)
 

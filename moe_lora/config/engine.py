@@ -285,7 +285,7 @@ class EngineConfig(Settings):
             return None
         from .kv_events import read_settings
 
-        return read_settings(self.kv_events)
+        return read_settings(self.kv_events, self.num_instances)
 
     def hf_config(self) -> dict[str, Any]:
         """The model's config.json, with as many layers as are served.

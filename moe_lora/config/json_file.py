@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from moe_lora.config.settings import check_names
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.wrong_files import without_twins
 
 Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1, strict=True)]
@@ -36,7 +37,7 @@ def read_object(path: str | Path, writer: str) -> dict[str, Any]:
     Raises ConfigError naming the file.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=without_twins)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; `{writer}` writes one") from error
     except ValueError as error:  # no JSON, or no UTF-8

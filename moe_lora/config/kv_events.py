@@ -29,8 +29,8 @@ class KvEventSettings(msgspec.Struct, forbid_unknown_fields=True):
     topic: str = ""
 
 
-def read_settings(text: str) -> KvEventSettings | None:
-    """The settings in JSON; None: no events.  Raises ConfigError."""
+def read_settings(text: str, num_instances: int = 1) -> KvEventSettings | None:
+    """The settings in JSON; None: no events.  Raises ConfigError, also if ports of instances collide."""
     try:
         found = msgspec.json.decode(text, type=KvEventSettings)
     except msgspec.MsgspecError as error:
@@ -43,7 +43,18 @@ def read_settings(text: str) -> KvEventSettings | None:
         raise ConfigError(f'kv_events: publisher={found.publisher!r:.40} must be "zmq" or "null"')
     if found.buffer_steps < 1 or found.hwm < 0:
         raise ConfigError("kv_events: buffer_steps must be at least 1, and hwm at least 0")
+    ports = list[int]()
     for place, address in (("endpoint", found.endpoint), ("replay_endpoint", found.replay_endpoint)):
-        if address is not None and not re.fullmatch(r"tcp://.+:\d+", address):
+        if address is None:
+            continue
+        if not re.fullmatch(r"tcp://.+:\d{1,5}", address):
             raise ConfigError(f"kv_events: {place}={address[:100]} must be tcp://HOST:PORT, HOST * for all")
+        ports.append(int(address.rpartition(":")[2]))
+        if ports[-1] + num_instances > 1 << 16:
+            raise ConfigError(f"kv_events: {place}={address} leaves no ports for {num_instances} instances")
+    if abs(ports[0] - ports[-1]) < num_instances and len(ports) > 1:
+        raise ConfigError(
+            f"kv_events: endpoint={found.endpoint} and replay_endpoint={found.replay_endpoint} share ports: "
+            f"{num_instances} instances add 0 to {num_instances - 1}; give ports {num_instances} apart"
+        )
     return found

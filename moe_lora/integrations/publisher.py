@@ -39,9 +39,14 @@ def adapter_tensors(model: PeftModel, adapter: str = "default") -> dict[str, Ten
 
 
 def whole_tensors(tensors: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
-    """Tensors in host memory; gathers sharded tensors."""
-    whole = {key: one.full_tensor() if hasattr(one, "full_tensor") else one for key, one in tensors}
-    return {key: one.detach().cpu().contiguous() for key, one in whole.items()}
+    """Tensors in host memory, without shared memory; gathers sharded tensors."""
+    found, storages = dict[str, Any](), set[int]()
+    for key, one in tensors:
+        whole = (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().cpu().contiguous()
+        storage = whole.untyped_storage().data_ptr()
+        found[key] = whole.clone() if storage in storages else whole
+        storages.add(storage)
+    return found
 
 
 def adapter_config(model: PeftModel, adapter: str = "default") -> dict[str, Any]:
@@ -70,7 +75,7 @@ class Publisher:
 
         Raises AdapterError with the server's reason.
         """
-        text = json.dumps(config, default=plain)
+        text, tensors = json.dumps(config, default=plain), whole_tensors(tensors.items())
         if self._shared is not None:
             return self._publish_shared(tensors, text, self._shared)
         if len(text) > _MOST_HEADER_BYTES:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import hmac
+import json
 import logging
 import os
 import secrets
@@ -23,6 +24,7 @@ import msgspec
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import name_matches
+from moe_lora.core.wrong_files import without_twins
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ def read_keys(path: Path) -> list[ApiKey]:
         if len(text) > _MAX_FILE_BYTES:
             raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
         keys = msgspec.json.decode(text, type=_File).keys
+        json.loads(text, object_pairs_hook=without_twins)
         if len({key.id for key in keys}) < len(keys):
             raise ValueError("two keys have one id")
         shares: dict[str, float] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -14,11 +15,11 @@ from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 BASE, OTHER_BASE = "b" * 64, "c" * 64
 
 
-def peft_folder(folder: Path, content: int, *, lora_rank: int = 2) -> Path:
-    """A folder whose files depend on `content`."""
+def peft_folder(folder: Path, content: int, *, lora_rank: int = 2, **fields: Any) -> Path:
+    """A folder whose files depend on `content`.  fields: further ones of its configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"peft_type": "LORA", "r": lora_rank, "lora_alpha": 4, "target_modules": ["q_proj", "k_proj"]}
-    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    (folder / CONFIG_FILE).write_text(json.dumps(config | fields))
     weights = np.full((lora_rank, 8), content, dtype=np.float32)
     save_file({"base_model.model.q_proj.lora_A.weight": weights}, folder / WEIGHTS_FILE)
     return folder

@@ -6,7 +6,10 @@ from __future__ import annotations
 import json
 import socketserver
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +21,15 @@ from moe_lora.cli.main import main
 
 
 class Answering(BaseHTTPRequestHandler):
+    status = 200
+
+    def found(self) -> Any:
+        return {"path": self.path, "key": self.headers["Authorization"]}
+
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", "0")))
-        found = {"path": self.path, "key": self.headers["Authorization"]}
-        body = json.dumps(found).encode()
-        self.send_response(200)
+        body = json.dumps(self.found()).encode()
+        self.send_response(self.status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -35,13 +42,41 @@ class AtSocket(socketserver.UnixStreamServer):
         return super().get_request()[0], ("local", 0)  # the handler wants an address
 
 
-def test_a_path_is_a_socket_for_administrators(tmp_path):
-    path = str(tmp_path / "admin")
-    with AtSocket(path, Answering) as server:
+@contextmanager
+def at_socket(folder: Path, handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    path = str(folder / "admin")
+    with AtSocket(path, handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield path
+        finally:
+            server.shutdown()
+
+
+def test_a_path_is_a_socket_for_administrators(tmp_path):
+    with at_socket(tmp_path, Answering) as path:
         found = call_instance(path, "key", "one/two", "drain", 10)
-        server.shutdown()
     assert found == {"path": "/v1/instances/one%2Ftwo/drain", "key": "Bearer key"}
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "message"),
+    [
+        (404, {"error": {"message": "no instance"}}, "no instance"),
+        (404, {"detail": "Not Found"}, "Not Found"),
+        (502, {"error": "bad gateway"}, "bad gateway"),
+        (503, ["busy"], "busy"),
+        (200, ["other"], "no moe-lora server answers at .*other.* is no object"),
+    ],
+)
+def test_another_server_s_answer_is_an_error_with_its_words(tmp_path, status, content, message):
+    class Other(Answering):
+        def found(self) -> Any:
+            return content
+
+    Other.status = status
+    with at_socket(tmp_path, Other) as path, pytest.raises(ValueError, match=message):
+        call(path, None, "POST", "/v1/instances/a/drain", 10)
 
 
 def test_scale_waits_for_the_number_and_shows_it(monkeypatch):

@@ -3,17 +3,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
+import httpx
 import pytest
 from click.testing import CliRunner
 
+from moe_lora.cli import batch_run
+from moe_lora.cli.batch_run import BatchRun
 from moe_lora.cli.main import main
+from moe_lora.config.cluster import ClusterConfig
+from moe_lora.serve.batches.lines import Results, read_lines
+from moe_lora.serve.limits import Limits, Waiting
 from tests.patience import PATIENCE_S
 from tests.serve.conftest import app_of, scripted
 from tests.serve.demo_server import DEMO, few_adapters
@@ -146,6 +154,36 @@ def test_a_server_s_passing_errors_are_tried_again(tmp_path, tokenizer, monkeypa
         engine.fail_after = None
         assert batch(file, "--server", server.url).exit_code == 0
     assert set(results(file)) == {"n0"}
+
+
+def test_a_limit_of_the_server_uses_no_attempt(tmp_path, monkeypatch):
+    monkeypatch.setattr(batch_run, "RETRY_S", ())
+    refused = httpx.Response(429, headers={"Retry-After": "0.001"})
+    answers = iter([refused, refused, httpx.Response(200, json={}), httpx.Response(429)])
+    file, reports = write(tmp_path / "in", {"prompt": "the"}, {"prompt": "the"}), list[str]()
+
+    async def send(source, found) -> BatchRun:
+        run = BatchRun(source, found, 1, reports.append)
+        async with httpx.AsyncClient(
+            base_url="http://server", transport=httpx.MockTransport(lambda _: next(answers))
+        ) as http:
+            await run.run(read_lines(source).lines, http)
+        return run
+
+    with file.open("rb") as source, closing(Results(str(file.with_suffix(".out")))) as found:
+        run = asyncio.run(send(source, found))
+    assert (found.finished, run.left, list(answers)) == ({"n0": True}, 1, [])
+    assert "line 2: status 429; the next run sends the line again" in reports
+
+
+def test_an_own_instance_has_no_limits_for_its_only_client(tmp_path, monkeypatch):
+    clusters = list[ClusterConfig]()
+    monkeypatch.setattr("moe_lora.cli.batch._run_here", lambda run, todo, cluster: clusters.append(cluster))
+    batch(write(tmp_path / "in", {"prompt": "the"}), str(DEMO / "model"), "--eager")
+    limits = Limits(clusters[0].front_end)
+    for _ in range(64):
+        limits.enter_queue([Waiting(client="local", tokens=1 << 20)])
+        limits.take_body("local", 2 << 20)
 
 
 def test_an_aborted_answer_is_no_result(tmp_path, tokenizer, monkeypatch):

@@ -248,6 +248,31 @@ def test_the_same_value_twice_is_no_contradiction(served, model_dir):
     assert run(model_dir, "--tokenizer", model_dir).exit_code == 0
 
 
+def test_a_tokenizer_is_compared_with_the_model_alone(served, model_dir):
+    assert run("--tokenizer", model_dir, "--model", model_dir).exit_code == 0
+    for words in (["--lora-dir", "x"], ["--served-model-name", "x"], ["--log-level", "x"]):
+        result = run(model_dir, "--tokenizer", "x", *words)
+        assert "copy the tokenizer's files there" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("text", ["a: 1\nb\n", "x # y", "'quoted'", "007", "{{ a }}", "[1", "on", "~", " a "])
+def test_a_text_arrives_as_given(text, served, model_dir):
+    for words in (["--chat-template", text], ["--set", f"engine.chat_template={text}"]):
+        result = run(model_dir, *words)
+        assert result.exit_code == 0, result.output
+        assert served.pop()[0].chat_template == text
+
+
+def test_a_folder_behind_a_list_is_the_model(model_dir, tmp_path):
+    found, _ = parsed("--config", "x", "--api-key", "one", "two", model_dir)
+    assert (found["given_keys"], found["model_dir"]) == (("one", "two"), model_dir)
+    found, _ = parsed("--served-model-name", "one", model_dir)
+    assert (found["served_model_name"], found["model_dir"]) == (("one",), model_dir)
+    for first in ([model_dir], ["--model", model_dir]):
+        found, _ = parsed(*first, "--served-model-name", "one", str(tmp_path))
+        assert (found["served_model_name"], found["model_dir"]) == (("one", str(tmp_path)), model_dir)
+
+
 def test_the_last_of_several_values_counts(served, model_dir):
     flags = ["--no-enable-prefix-caching", "--enable-prefix-caching", "--headless", "--no-headless"]
     values = ["-pp", "2", "--pipeline-parallel-size", "1", "-tp", "4", "--tensor-parallel-size=2"]

@@ -91,6 +91,10 @@ def test_settings_of_every_section_arrive(read, tmp_path):
     )
 
 
+def test_a_value_may_lie_over_a_merged_one(read):
+    assert read("model_dir: m\nengine: {<<: {max_loras: 3}, max_loras: 4}").engine.max_loras == 4
+
+
 def test_a_model_alone_is_enough_for_one_host(read):
     cluster = read("model_dir: some/base")
     assert cluster.served_model_name == "base"
@@ -137,6 +141,8 @@ def test_certificates_are_read_from_the_folder(read, tmp_path):
     [
         ("[1]", "must be a mapping"),
         ("a: b: c", "not valid YAML"),
+        (f"{WHOLE}front_end: {{}}", "the name 'front_end' is given twice"),
+        ("model_dir: m\nengine: {eager: true, dtype: auto, eager: false}", "'eager' is given twice"),
         ("engine: {}", "model_dir=None must be a text"),
         (
             "model_dir: m\nmodel_directory: x",
@@ -254,6 +260,9 @@ def test_certificates_are_read_from_the_folder(read, tmp_path):
         ("model_dir: m\npool: {}\nlora_server: {}", "pool and a LoRA Server do not go together"),
         ("model_dir: m\nadapters: [a]", "adapters must be a mapping"),
         ("model_dir: m\nadapters: {'a,b': x}", "without commas"),
+        ("model_dir: m\nadapters: {1.10: x}", "adapters: the name 1.1 is no text; put it in quotes"),
+        ("model_dir: m\nadapters: {no: x}", "the name False is no text; put it in quotes"),
+        (SEVERAL.replace("two:", "007:"), "front_ends: the name 7 is no text; put it in quotes"),
         ("model_dir: m\nadapters: {m: x}", "names the base model and an adapter"),
         ("model_dir: m\nregistry: r", "registry must be a mapping"),
         ("model_dir: m\nregistry: {}", "registry.folder is missing; give a folder"),

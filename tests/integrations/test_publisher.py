@@ -12,10 +12,11 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 
 from moe_lora.core.errors import AdapterError
 from moe_lora.integrations.publisher import Publisher
+from moe_lora.integrations.verl import SendsSafetensors
 from tests.serve.demo_server import DEMO, demo_server
 from tests.serve.live_server import wait_until
 from tests.serve.test_controls import Http
@@ -45,6 +46,28 @@ def test_each_name_and_a_long_configuration_reach_the_server(tmp_path: Path) -> 
         with pytest.raises(AdapterError, match="bias"):
             publisher.publish(tensors, {**long, "bias": "all"})
         publisher.close()
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_tensors_that_share_memory_are_published(is_shared: bool, tmp_path: Path) -> None:
+    one, folder = torch.arange(8.0).view(2, 4), tmp_path if is_shared else None
+    tensors, received = {"a": one, "b": one, "c": one[1:]}, list[dict[str, torch.Tensor]]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        files = [*tmp_path.glob("*/*.safetensors")]
+        received.extend(
+            [load_file(files[0])] if files else [load(request.content)] if request.content else []
+        )
+        return httpx.Response(200, json={"id": "x", "version": 1, "adapters": {"x": 1}})
+
+    publisher = Publisher("http://server", "x", shared=folder)
+    publisher._http = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
+    assert publisher.publish(tensors, {}) == 1
+    _, [sent] = SendsSafetensors().wrap_lora_params({}, tensors.items())
+    for found in (received[0], load(sent)):
+        assert {name: kept.tolist() for name, kept in found.items()} == {
+            name: kept.tolist() for name, kept in tensors.items()
+        }
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,7 @@ def test_file_gives_back_the_points(tmp_path: Path) -> None:
         ("{}", "it has no rank"),
         ("[1]", "must be a JSON object"),
         ("no", "not a JSON object"),
+        ('{"8": 1, "8": 2}', "is given twice"),
         ('{"eight": 1}', r"eight.\[key\]=eight: .* valid integer"),
         ('{"8": -1}', "8=-1: .* greater than 0"),
         ('{"format": "x", "operating_points": {"8": 1}}', "format is not"),

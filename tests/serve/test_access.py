@@ -690,6 +690,7 @@ GOOD = {"id": "a", "digest": "0" * 64, "tenant": "t"}
                 [GOOD, GOOD | {"id": "b", "share": 2}],
             )
         ),
+        '{"keys": [], "keys": []}',
     ],
 )
 def test_a_file_that_says_something_else_is_refused_at_the_start(content, tmp_path):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from moe_lora.core.wrong_files import (
     without_twins,
 )
 
-from .config import AdapterConfig
+from .config import AdapterConfig, has_suffix
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -134,8 +135,18 @@ def unreadable(name: str, error: OSError) -> AdapterError | StorageError:
     return AdapterError(f"{name}: can't be read ({why}); load it again once its files are whole")
 
 
-def max_rank(config: AdapterConfig) -> int:
-    return max(config.lora_rank, *config.rank_pattern.values(), 0)
+def max_rank(config: AdapterConfig, keys: Iterable[str]) -> int:
+    """LoRA rank of the largest pair, by the tensors' names."""
+    if not config.rank_pattern:
+        return config.lora_rank
+    parameters = {one.rpartition(".")[2] for one in config.target_parameters}
+    found = set[int]()
+    for path in {key.partition(".lora_")[0].removeprefix("base_model.model.") for key in keys}:
+        path = path.removesuffix(".base_layer")
+        names = (f"{path}.{one}" for one in parameters)
+        targeted = [one for one in names if has_suffix(one, config.target_parameters)]
+        found |= {config.rank_and_scale(one)[0] for one in targeted or [path]}
+    return max(found, default=config.lora_rank)
 
 
 def target_names(config: AdapterConfig) -> tuple[str, ...]:

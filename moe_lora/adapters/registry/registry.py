@@ -17,7 +17,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from moe_lora.adapters.peft.config import AdapterConfig
 from moe_lora.adapters.peft.files import max_rank, read_config, target_names, weights_file
 from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, RegistryError
 from moe_lora.core.host import folder_locked
@@ -218,7 +217,7 @@ class Registry:
 
         The current version's content makes no new version, but repairs its files.  link: refer to the files
         instead of a copy.  root: folder that must contain the resolved files; None: any.  max_lora_rank:
-        limit of the config's ranks; None: no limit.  Raises AdapterError for a bad name, owner or folder,
+        limit of the pairs' ranks; None: no limit.  Raises AdapterError for a bad name, owner or folder,
         AdapterExistsError for another base model's name.
         """
         if problem := name_problem(name):
@@ -231,9 +230,9 @@ class Registry:
         with self._staged(source, link, root) as staged, self._database.writing() as connection:
             # Of the stored files: the source may have changed.
             config = read_config(staged.folder)
-            if max_lora_rank is not None and max_rank(config) > max_lora_rank:
-                raise AdapterError(f"adapter {name!r}: {rank_problem(max_rank(config), max_lora_rank)}")
-            read_header(weights_file(staged.folder))
+            lora_rank = max_rank(config, read_header(weights_file(staged.folder)))
+            if max_lora_rank is not None and lora_rank > max_lora_rank:
+                raise AdapterError(f"adapter {name!r}: {rank_problem(lora_rank, max_lora_rank)}")
             current = self._current(name)
             if current is not None and current.base_hash != base_hash:
                 raise AdapterExistsError(
@@ -246,7 +245,22 @@ class Registry:
                 (staged.content_hash,),
             )
             if current is None or current.content_hash != staged.content_hash:
-                self._insert(connection, name, source, config, staged, base_hash, owner)
+                row = {
+                    "name": name,
+                    "lora_rank": lora_rank,
+                    "alpha": config.lora_alpha,
+                    "targets": json.dumps(target_names(config)),
+                    "num_bytes": staged.num_bytes,
+                    "content_hash": staged.content_hash,
+                    "base_hash": base_hash,
+                    "source": str(source.resolve()).encode(errors="replace").decode(),
+                    "owner": owner,
+                    "state": READY,
+                    "created_s": time.time(),
+                }
+                last = "SELECT coalesce(max(version), 0) FROM adapters WHERE name = ?"
+                [[last_version]] = connection.execute(last, (name,))
+                connection.execute(INSERT, row | {"version": last_version + 1})
             return self.get(name)
 
     def get(self, name: str, version: int | None = None) -> RegisteredAdapter:
@@ -358,34 +372,6 @@ class Registry:
             connection.execute("DELETE FROM aliases WHERE base_hash = ? AND name = ?", (base_hash, name))
             if content is not None:
                 connection.execute("INSERT INTO aliases VALUES (?, ?, ?)", (base_hash, name, content))
-
-    def _insert(
-        self,
-        connection: sqlite3.Connection,
-        name: str,
-        source: Path,
-        config: AdapterConfig,
-        staged: Staged,
-        base_hash: str,
-        owner: str,
-    ) -> None:
-        last = "SELECT coalesce(max(version), 0) FROM adapters WHERE name = ?"
-        [[last_version]] = connection.execute(last, (name,))
-        row = {
-            "name": name,
-            "version": last_version + 1,
-            "lora_rank": max_rank(config),
-            "alpha": config.lora_alpha,
-            "targets": json.dumps(target_names(config)),
-            "num_bytes": staged.num_bytes,
-            "content_hash": staged.content_hash,
-            "base_hash": base_hash,
-            "source": str(source.resolve()).encode(errors="replace").decode(),
-            "owner": owner,
-            "state": READY,
-            "created_s": time.time(),
-        }
-        connection.execute(INSERT, row)
 
     def _current(self, name: str) -> RegisteredAdapter | None:
         return next(iter(self._named(name, f"{CURRENT} AND name = ?")), None)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -14,7 +15,7 @@ _ADDRESS = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))
 
 
 def fetch(address: str, cache: Path, max_bytes: int) -> Path:
-    """The folder of an adapter's files at one commit, below `cache`.
+    """The folder of an adapter's files at one commit, below `cache`: the last two of an address stay.
 
     Later calls transfer changed files only.  The token is the hub library's (HF_TOKEN).  Raises AdapterError,
     PeerUnreachableError.
@@ -27,6 +28,7 @@ def fetch(address: str, cache: Path, max_bytes: int) -> Path:
         raise AdapterError(f"{address!r} is no address; give hf://ORG/NAME, with @REVISION or /FOLDER behind")
     repo, revision = found["repo"], found["revision"]
     prefix = f"{found['folder'].rstrip('/')}/" if found["folder"] else ""
+    place = cache / "hub" / hashlib.sha256(address.encode()).hexdigest()
     try:
         info = HfApi().model_info(repo, revision=revision, files_metadata=True)
         sizes = {
@@ -36,7 +38,8 @@ def fetch(address: str, cache: Path, max_bytes: int) -> Path:
         }
         names = check_files(address, sizes, max_bytes)
         for name in names:
-            got = hf_hub_download(repo, prefix + name, revision=info.sha, cache_dir=cache / "hub")
+            got = hf_hub_download(repo, prefix + name, revision=info.sha, cache_dir=place)
+        _remove_former(place, info.sha)
         return Path(got).parent
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise AdapterError(
@@ -48,3 +51,13 @@ def fetch(address: str, cache: Path, max_bytes: int) -> Path:
         raise
     except Exception as error:  # the hub library's HTTP clients have no common base
         raise unreachable(address, error) from error
+
+
+def _remove_former(place: Path, commit: str | None) -> None:
+    """Remove all commits from an address's cache but this one and the one before."""
+    from huggingface_hub import scan_cache_dir
+
+    found = scan_cache_dir(place)
+    others = [one for repo in found.repos for one in repo.revisions if one.commit_hash != commit]
+    former = sorted(others, key=lambda one: one.snapshot_path.stat().st_mtime_ns)[:-1]
+    found.delete_revisions(*(one.commit_hash for one in former)).execute()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import sqlite3
@@ -12,7 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 from moe_lora.adapters.registry.content_store import MANIFEST_FILE
@@ -50,11 +51,22 @@ def test_an_added_adapter_has_its_facts_and_its_files(registry, source):
     assert {path.name for path in Path(resolved.path).iterdir()} == {CONFIG_FILE, WEIGHTS_FILE, MANIFEST_FILE}
 
 
-def test_the_rank_is_the_largest_of_the_config(registry, source):
-    folder = source(1)
-    config = json.loads((folder / CONFIG_FILE).read_text()) | {"rank_pattern": {"k_proj": 9}}
-    (folder / CONFIG_FILE).write_text(json.dumps(config))
-    assert registry.add("x", folder, base_hash=BASE).lora_rank == 9
+@pytest.mark.parametrize(
+    ("key", "fields", "expected"),
+    [
+        ("q_proj", {"rank_pattern": {"q_proj": 9}}, 9),
+        ("q_proj", {"r": 64, "rank_pattern": {"q_proj": 4}}, 4),
+        ("q_proj", {"r": 64, "rank_pattern": {"k_proj": 4}}, 64),
+        ("mlp.experts", {"r": 64, "rank_pattern": {"down_proj": 4}}, 4),
+        ("mlp.experts.base_layer", {"r": 64, "rank_pattern": {"experts.down_proj": 4}}, 4),
+        ("mlp.experts", {"r": 64, "rank_pattern": {"weight": 4}}, 64),
+    ],
+)
+def test_the_rank_is_the_largest_of_the_tensors(registry, tmp_path, key, fields, expected):
+    folder = peft_folder(tmp_path / "a", 1, target_parameters=["experts.down_proj", "gate.weight"], **fields)
+    weights = {f"base_model.model.{key}.lora_A.weight": np.zeros((expected, 8), np.float32)}
+    save_file(weights, folder / WEIGHTS_FILE)
+    assert registry.add("x", folder, base_hash=BASE, max_lora_rank=expected).lora_rank == expected
 
 
 def test_new_content_is_a_new_version_and_the_same_content_is_none(registry, source):

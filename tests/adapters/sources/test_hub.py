@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from pathlib import Path
 
@@ -50,6 +51,22 @@ def test_a_second_fetch_transfers_nothing_and_a_new_commit_only_what_changed(
     assert second != first
     assert hub.calls == [WEIGHTS_FILE]
     assert Path(first, WEIGHTS_FILE).read_bytes() != Path(second, WEIGHTS_FILE).read_bytes()
+
+
+def test_the_last_two_commits_of_each_address_stay(hub: Hub, tmp_path: Path) -> None:
+    fetcher = sources(tmp_path, "hf://acme/*")
+    pinned = fetcher.local(f"hf://acme/support@{hub.commit('acme/support')}")
+    places = [Path(fetcher.local("hf://acme/support"))]
+    for seed in (2, 3):
+        os.utime(places[-1], ns=(seed, seed))
+        peft_folder(tmp_path / "repo", seed)
+        places.append(Path(fetcher.local("hf://acme/support")))
+    assert [(one / WEIGHTS_FILE).is_file() for one in places] == [False, True, True]
+    assert len([*places[0].parents[1].glob("blobs/*")]) == 3  # two states of the weights, one configuration
+    assert Path(pinned, WEIGHTS_FILE).is_file()
+    peft_folder(tmp_path / "repo", 2)  # back again
+    assert Path(fetcher.local("hf://acme/support")) == places[1]
+    assert (places[2] / WEIGHTS_FILE).is_file()
 
 
 def test_a_revision_and_a_folder_of_the_repository(hub: Hub, tmp_path: Path) -> None:
