@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from .errors import user_errors
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @click.group()
@@ -107,10 +113,32 @@ def sbatch(file: str, **options: str) -> None:
     print(job_text(read_content(file), Job(**options)), end="")
 
 
-_NAME = click.option("--name", default="moe-lora", show_default=True, help="Name of the cluster.")
-_RAY_ADDRESS = click.option(
-    "--ray-address", "address", default="auto", show_default=True, help="Address of the Ray cluster."
-)
+_ON = "Where the cluster runs: as processes of this host, or on Ray."
+
+
+def _place_options(command: Command) -> Command:
+    """Options of the cluster's name and place."""
+    for option in (
+        click.option("--name", default="moe-lora", show_default=True, help="Name of the cluster."),
+        click.option(
+            "--ray-address", "address", default="auto", show_default=True, help="Address of the Ray cluster."
+        ),
+        click.option(
+            "--state-dir",
+            type=click.Path(file_okay=False, resolve_path=True),
+            help="Folder of state and log of clusters on this host.  [default: the user's]",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _found_options(command: Command) -> Command:
+    """As `_place_options`, of a started cluster."""
+    return _place_options(click.option("--on", "kind", type=click.Choice(_KINDS), help=_ON)(command))
+
+
+_KINDS = ["local", "ray"]
 
 
 def _ray() -> ModuleType:
@@ -126,14 +154,37 @@ def _ray() -> ModuleType:
     return ray_cluster
 
 
+def _may_be_on_ray(address: str) -> bool:
+    """True if Ray is installed, and an address is given or of this host."""
+    if find_spec("ray") is None:
+        return False
+    here = Path(tempfile.gettempdir()) / "ray" / "ray_current_cluster"
+    return address != "auto" or "RAY_ADDRESS" in os.environ or here.exists()
+
+
+def _found(name: str, kind: str | None, address: str, state_dir: str | None) -> tuple[ModuleType, str | None]:
+    """The commands of the place of a cluster, and their address.  Raises ConfigError for two places."""
+    from moe_lora.core.errors import ConfigError
+    from moe_lora.dist.launch import local_cluster
+
+    if kind == "ray" or (kind is None and not local_cluster.is_known(name, state_dir)):
+        if kind is None and not _may_be_on_ray(address):
+            click.echo(f"no cluster named {name} is on this host; is it on Ray?", err=True)
+        return _ray(), address
+    if kind is None and _may_be_on_ray(address) and _ray().is_known(name, address):
+        raise ConfigError(
+            f"a cluster named {name} is on this host and another on Ray; give --on local or ray"
+        )
+    return local_cluster, state_dir
+
+
 @cluster.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False))
-@click.option("--on", "kind", type=click.Choice(["ray"]), required=True, help="Scheduler of the roles.")
-@_NAME
+@click.option("--on", "kind", type=click.Choice(_KINDS), required=True, help=_ON)
+@_place_options
 @click.option(
     "--front-ends", "num_front_ends", type=click.IntRange(1, 64), default=1, help="Processes for HTTP."
 )
-@_RAY_ADDRESS
 @click.option(
     "--limit-s",
     type=click.FloatRange(0, min_open=True),
@@ -142,28 +193,37 @@ def _ray() -> ModuleType:
     help="Time until the cluster is ready, or is ended again.",
 )
 @user_errors
-def up(file: str, kind: str, name: str, **options: Any) -> None:
+def up(file: str, kind: str, name: str, address: str, state_dir: str | None, **options: Any) -> None:
     """Start FILE's cluster; print the URLs once ready.
 
-    FILE: a cluster.yaml, or a plan of moe-lora provision, with paths as on the hosts and without addresses.
+    FILE: a cluster.yaml, or a plan of moe-lora provision.  On Ray, with paths as on the hosts and without
+    addresses.
     """
     from moe_lora.config.cluster import read_content
 
-    for url in _ray().up(read_content(file), name, say=click.echo, **options):
+    if kind == "local":
+        from moe_lora.dist.launch import local_cluster
+
+        urls = local_cluster.up(file, name, state_dir=state_dir, say=click.echo, **options)
+    else:
+        urls = _ray().up(read_content(file), name, address=address, say=click.echo, **options)
+    for url in urls:
         print(url)
 
 
 @cluster.command()
-@_NAME
-@_RAY_ADDRESS
+@_found_options
 @user_errors
-def status(name: str, address: str) -> None:
+def status(name: str, **place: Any) -> None:
     """Show the roles of a cluster started by `up`."""
-    table = [("role", "state", "host", "address", "restarts", "reason")]
-    for role in _ray().status(name, address):
-        place = role.url or ", ".join(role.addresses.values())
+    commands, where = _found(name, **place)
+    roles = commands.status(name, where)
+    here = "process" if any(role.process for role in roles) else "host"
+    table = [("role", "state", here, "address", "restarts", "reason")]
+    for role in roles:
+        address = role.url or ", ".join(role.addresses.values())
         restarts = str(role.num_restarts + role.num_failures)
-        table.append((role.name, role.state, role.host, place, restarts, role.problem))
+        table.append((role.name, role.state, getattr(role, here), address, restarts, role.problem))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
         print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
@@ -172,42 +232,42 @@ def status(name: str, address: str) -> None:
 @cluster.command()
 @click.argument("role", type=click.Choice(["instance"]))
 @click.argument("number", metavar="N", type=click.IntRange(1, 4096))
-@_NAME
-@_RAY_ADDRESS
+@_found_options
 @user_errors
-def scale(role: str, number: int, name: str, address: str) -> None:
+def scale(role: str, number: int, name: str, **place: Any) -> None:
     """Have N instances in a cluster started by `up`.  Requests of ended instances go on elsewhere."""
-    _ray().scale(name, address, number)
+    commands, where = _found(name, **place)
+    commands.scale(name, where, number)
     print(f"{name} has {number} instances soon; see moe-lora cluster status")
 
 
 @cluster.command()
 @click.argument("host")
-@_NAME
-@_RAY_ADDRESS
+@_found_options
 @user_errors
-def drain(host: str, name: str, address: str) -> None:
+def drain(host: str, name: str, **place: Any) -> None:
     """Move the roles on HOST (see `status`) elsewhere, one at a time.  HOST gets none until `undrain`."""
-    _ray().drain(name, address, host)
+    commands, where = _found(name, **place)
+    commands.drain(name, where, host)
     print(f"{host} is drained and has no roles")
 
 
 @cluster.command()
 @click.argument("host")
-@_NAME
-@_RAY_ADDRESS
+@_found_options
 @user_errors
-def undrain(host: str, name: str, address: str) -> None:
+def undrain(host: str, name: str, **place: Any) -> None:
     """Let a drained HOST have roles again."""
-    _ray().undrain(name, address, host)
+    commands, where = _found(name, **place)
+    commands.undrain(name, where, host)
     print(f"{host} takes roles")
 
 
 @cluster.command()
-@_NAME
-@_RAY_ADDRESS
+@_found_options
 @user_errors
-def down(name: str, address: str) -> None:
+def down(name: str, **place: Any) -> None:
     """End a cluster started by `up`, after open requests."""
-    _ray().down(name, address)
+    commands, where = _found(name, **place)
+    commands.down(name, where)
     print(f"{name} has ended")

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from moe_lora.cli.main import main
+from moe_lora.dist import launch
 from moe_lora.dist.net.keys import AUTHORITY, AUTHORITY_KEY, MEMBER, Keys
 
 
@@ -37,6 +38,7 @@ def test_commands_on_ray_name_the_missing_package(command, tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "ray", None)
     for module in ("ray_cluster", "ray_keeper"):
         monkeypatch.delitem(sys.modules, f"moe_lora.dist.launch.{module}", raising=False)
+        monkeypatch.delattr(launch, module, raising=False)
     done = CliRunner().invoke(main, ["cluster", *command.replace("FILE", str(file)).split()])
     assert done.exit_code == 1
     assert "Ray is not installed; call on every host: pip install 'moe-lora[ray]'" in done.output

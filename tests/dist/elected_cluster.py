@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
 
-from .cluster_jobs import Job, until
+from .cluster_jobs import Host, Job, until
 from .test_control_plane import FRONT_ENDS, REQUESTS, ControlledCluster, of_loaded
 
 CONTROLLERS = ("a", "b")
@@ -16,11 +17,21 @@ _SAID = r"stands by|leads \(epoch \d+\)\n"
 
 
 class ElectedCluster:
-    """Two controllers, two front ends, two instances.  expected: answers to `REQUESTS`."""
+    """Two controllers, two front ends, two instances.
 
-    def __init__(self, folder: Path, store: str, expected: list[list[int]], ttl_s: float = TTL_S) -> None:
+    expected: answers to `REQUESTS`.  hosts: as for `ControlledCluster`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        store: str,
+        expected: list[list[int]],
+        ttl_s: float = TTL_S,
+        hosts: Mapping[str, Host] | None = None,
+    ) -> None:
         leadership = {"store": store, "ttl_s": ttl_s}
-        self.cluster = ControlledCluster(folder, CONTROLLERS, leadership)
+        self.cluster = ControlledCluster(folder, CONTROLLERS, leadership, hosts)
         self.store, self.expected = store, expected
         self.controllers: dict[str, Job] = {}
 

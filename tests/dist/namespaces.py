@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
+import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from .cluster_jobs import Host
 
 NETWORK = "10.213.77"
+_CLONE_NEWNET = 0x40000000
 
 
 class Unavailable(Exception):
@@ -64,6 +68,54 @@ class Network:
                 "-n", self._switch, "link", "set", self._port(name), "type", "bridge_slave", "isolated", state
             )
 
+    def limit_rate(self, rate: str, delay: str) -> str:
+        """Limit what the switch and each host send; returns the limit: no delay without netem in the kernel.
+
+        Raises Unavailable.
+        """
+        if shutil.which("tc") is None:
+            raise Unavailable("there is no command tc (iproute2)")
+        kinds = [
+            ("netem", "delay", delay, "rate", rate),
+            ("tbf", "rate", rate, "burst", "64kb", "latency", "100ms"),
+        ]
+        links = [(self._switch, self._port(name)) for name in self._names]
+        links += [(f"{self._tag}-{name}", "eth0") for name in self._names]
+        for kind in kinds:
+            try:
+                for namespace, link in links:
+                    self._run("tc", "-n", namespace, "qdisc", "replace", "dev", link, "root", *kind)
+            except subprocess.CalledProcessError as error:
+                problem = error.stderr.strip()
+            else:
+                return " ".join(kind)
+        raise Unavailable(f"tc: {problem}")
+
+    def pids(self, name: str) -> list[int]:
+        """Processes of a host."""
+        return [int(pid) for pid in self._ip("netns", "pids", f"{self._tag}-{name}").split()]
+
+    def kill(self, name: str) -> None:
+        """Kill a host's processes at once."""
+        for pid in self.pids(name):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    @contextmanager
+    def entered(self, name: str) -> Iterator[None]:
+        """Meanwhile this thread, with what it starts, is on a host."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with (
+            open("/proc/thread-self/ns/net") as ours,
+            open(f"/run/netns/{self._tag}-{name}") as theirs,
+        ):
+            if libc.setns(theirs.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+            try:
+                yield
+            finally:
+                libc.setns(ours.fileno(), _CLONE_NEWNET)
+
     def move(self, name: str) -> str:
         """Give a host another address; returns it."""
         host = self.hosts[name]
@@ -97,4 +149,7 @@ class Network:
         self._made.append(namespace)
 
     def _ip(self, *words: str) -> str:
-        return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+        return self._run("ip", *words)
+
+    def _run(self, *words: str) -> str:
+        return subprocess.run(words, check=True, capture_output=True, text=True).stdout

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -35,15 +35,21 @@ LOADED = "loaded"
 class ControlledCluster(Cluster):
     """As `Cluster`, without a LoRA Server, with several front ends and their controller.
 
-    leadership: of controllers by these names, in place of one.
+    leadership: of controllers by these names, in place of one.  hosts: of roles, where not all are on this
+    one; the host of requests is front-end.
     """
 
     def __init__(
-        self, folder: Path, controllers: Sequence[str] = ("controller",), leadership: dict | None = None
+        self,
+        folder: Path,
+        controllers: Sequence[str] = ("controller",),
+        leadership: dict | None = None,
+        hosts: Mapping[str, Host] | None = None,
     ) -> None:
         roles = ("front-end", "lora-server", *FRONT_ENDS, *controllers, "instance-1", "instance-2")
-        super().__init__({role: Host(role, "127.0.0.1", folder / role) for role in roles}, transport="shm")
-        self.urls = {name: f"http://127.0.0.1:{free_port()}" for name in FRONT_ENDS}
+        here = {role: Host(role, "127.0.0.1", folder / role) for role in roles}
+        super().__init__({**here, **(hosts or {})}, transport="shm")
+        self.urls = {name: f"http://{self.hosts[name].address}:{free_port()}" for name in FRONT_ENDS}
         for host in self.hosts.values():
             path = host.folder / "cluster.yaml"
             content = yaml.safe_load(path.read_text())
@@ -51,8 +57,9 @@ class ControlledCluster(Cluster):
             content["front_end"] = {"placement": "loraserve", "placement_interval_s": 1.0}
             content["front_ends"] = {
                 name: {
+                    "host": self.hosts[name].address,
                     "port": int(url.rpartition(":")[2]),
-                    "engines_address": self._address("listener", name),
+                    "engines_address": self._address(name, "listener"),
                 }
                 for name, url in self.urls.items()
             }
@@ -69,10 +76,11 @@ class ControlledCluster(Cluster):
                 content |= {"controllers": places, "leadership": leadership}
             path.write_text(yaml.safe_dump(content))
 
-    def _address(self, *what: str) -> str:
+    def _address(self, role: str, what: str) -> str:
         """The same in every copy of the file."""
         self._addresses = getattr(self, "_addresses", {})
-        return self._addresses.setdefault(what, f"127.0.0.1:{free_port()}")
+        address = f"{self.hosts[role].address}:{free_port()}"
+        return self._addresses.setdefault((role, what), address)
 
     def serve(self, name: str, *options: str) -> Job:
         words = ["-m", "moe_lora.cli.main", "serve", "--config", "cluster.yaml", *options]

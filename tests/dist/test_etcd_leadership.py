@@ -6,10 +6,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,64 +16,15 @@ from moe_lora.dist.cluster.leadership.etcd_store import EtcdStore
 from moe_lora.dist.net.keys import make_keys
 from tests.patience import PATIENCE_S
 
-from .cluster_jobs import Drive, free_port, local_answers, until
+from .cluster_jobs import Drive, local_answers, until
 from .elected_cluster import TTL_S, ElectedCluster
+from .etcd_members import Members, acquired
 from .test_control_plane import FRONT_ENDS, REQUESTS, of_loaded
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd here; Debian: etcd-server"),
 ]
-
-
-class Members:
-    """Members of an etcd on this host.  keys: folder of certificates for their clients."""
-
-    def __init__(self, folder: Path, count: int = 3, keys: Path | None = None) -> None:
-        self._folder, self._keys = folder, keys
-        self._scheme = "http" if keys is None else "https"
-        self.clients = [f"127.0.0.1:{free_port()}" for _ in range(count)]
-        self._peers = [f"127.0.0.1:{free_port()}" for _ in range(count)]
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        for number in range(count):
-            self.start(number)
-
-    def start(self, number: int) -> None:
-        client, peer = f"{self._scheme}://{self.clients[number]}", f"http://{self._peers[number]}"
-        words = ["etcd", "--name", f"m{number}", "--data-dir", str(self._folder / f"m{number}")]
-        words += ["--listen-client-urls", client, "--advertise-client-urls", client]
-        words += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-        whole = ",".join(f"m{one}=http://{address}" for one, address in enumerate(self._peers))
-        words += ["--initial-cluster", whole, "--initial-cluster-state", "new"]
-        if self._keys is not None:
-            member = str(self._keys / "member.pem")
-            words += ["--cert-file", member, "--key-file", member, "--client-cert-auth"]
-            words += ["--trusted-ca-file", str(self._keys / "authority.pem")]
-        with (self._folder / f"m{number}.log").open("a") as log:
-            self.processes[number] = subprocess.Popen(words, stdout=log, stderr=log)
-
-    def kill(self, number: int) -> None:
-        self.processes[number].kill()
-        self.processes.pop(number).wait(PATIENCE_S)
-
-    def stop(self) -> None:
-        for number in list(self.processes):
-            self.kill(number)
-
-
-def acquired(store: EtcdStore, holder: str) -> tuple[str, int]:
-    """The holder, once a majority is there."""
-    found: list[tuple[str, int]] = []
-
-    def ask() -> bool:
-        try:
-            found.append(store.acquire(holder))
-        except StoreError:
-            return False
-        return True
-
-    until(ask, lambda: "no majority answers")
-    return found[0]
 
 
 def test_a_lease_of_three_members(tmp_path):

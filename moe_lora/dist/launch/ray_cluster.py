@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import subprocess
 import sys
 import time
@@ -19,13 +18,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from moe_lora.core.errors import ConfigError
 
-from .host_roles import FRONT_END, START_TRIES, STOP_S
+from .host_roles import FRONT_END, STOP_S
+from .progress import LOOK_S, RoleFacts, check_name, ready_urls
 from .ray_keeper import KEEPER, Keeper, alive_roles, cluster_on_ray
-from .ray_role import READY, RoleFacts
 
-_NAME = re.compile("[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 _LOOPBACK = ("127.0.0.1", "::1")
-_LOOK_S = 0.5
 _ANSWER_S, _FACTS_S = 60.0, 10.0
 DRAIN_LIMIT_S = 600.0
 MOVES_S = 3600.0
@@ -35,8 +32,7 @@ MOVES_S = 3600.0
 @contextmanager
 def connected(address: str, name: str) -> Iterator[None]:
     """A connection to a Ray cluster, in the namespace of our cluster.  Raises ConfigError."""
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"--name {name}: give at most 40 of a-z, 0-9 and -, beginning with a letter")
+    check_name(name)
     try:
         ray.init(
             address=address,
@@ -72,11 +68,11 @@ def up(
             name=KEEPER, lifetime="detached", num_cpus=0, max_restarts=-1, scheduling_strategy=here
         )
         try:
-            actor = keeper.remote(name, content, num_front_ends)
+            actor: Any = keeper.remote(name, content, num_front_ends)
         except ValueError as error:
             raise ConfigError(_taken(name)) from error
         try:
-            return _ready_urls(actor, limit_s, say)
+            return ready_urls(lambda left_s: _called(actor.status.remote(), left_s), limit_s, say)
         except BaseException:
             try:
                 say("ending all roles")
@@ -113,35 +109,6 @@ def _needs_token(address: str) -> bool:
     return done.returncode != 0 and "AuthenticationError" in done.stderr
 
 
-def _ready_urls(keeper: Any, limit_s: float, say: Callable[[str], None]) -> list[str]:
-    """Wait for ready front ends; returns the URLs.  Raises ConfigError."""
-    said: dict[str, str] = {}
-    deadline_s = time.monotonic() + limit_s
-    while True:
-        rows = _called(keeper.status.remote(), max(1.0, deadline_s - time.monotonic()))
-        for row in rows:
-            if said.get(row.name) != (text := _line(row)):
-                said[row.name] = text
-                say(text)
-        front_ends = [row for row in rows if row.name.startswith(FRONT_END)]
-        if all(row.state == READY for row in front_ends):
-            return [row.url for row in front_ends]
-        for row in rows:
-            if row.num_failures >= START_TRIES:
-                raise ConfigError(f"{row.name} can't be started: {row.problem}")
-        if time.monotonic() > deadline_s:
-            raise ConfigError(
-                f"no front end is ready after --limit-s {limit_s:g}: {'; '.join(said.values())}; add hosts, "
-                "or give more time"
-            )
-        time.sleep(_LOOK_S)
-
-
-def _line(row: RoleFacts) -> str:
-    place = f" on {row.host}" if row.host else ""
-    return f"{row.name}{place}: {row.state}" + (f" ({row.problem})" if row.problem else "")
-
-
 def _called(answer: Any, limit_s: float = _ANSWER_S) -> Any:
     """The keeper's answer.  Raises ConfigError."""
     try:
@@ -166,6 +133,13 @@ def _keeper(name: str) -> Any:
         raise ConfigError(
             f"no cluster named {name} is on this Ray cluster; start the cluster by up"
         ) from error
+
+
+def is_known(name: str, address: str) -> bool:
+    """True if a Ray cluster answers and has roles of this name."""
+    with suppress(ConfigError), connected(address, name):
+        return bool(ray.util.list_named_actors())
+    return False
 
 
 def status(name: str, address: str) -> list[RoleFacts]:
@@ -221,4 +195,4 @@ def _end_all() -> None:
     while rest := ray.util.list_named_actors():
         if time.monotonic() > deadline_s:
             raise ConfigError(f"{', '.join(rest)} did not end; call moe-lora cluster down again")
-        time.sleep(_LOOK_S)
+        time.sleep(LOOK_S)

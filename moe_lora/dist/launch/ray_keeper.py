@@ -27,7 +27,8 @@ from moe_lora.dist.net.keys import make_keys
 from .cluster_file import check_instances
 from .enrolment import Enrolment
 from .host_roles import CONTROLLER, FRONT_END, INSTANCE, STOP_S
-from .ray_role import CERTIFICATES, PLACED, PREFIX, READY, RUNNING, STATE, RoleActor, RoleFacts
+from .progress import PLACED, READY, RUNNING, RoleFacts
+from .ray_role import CERTIFICATES, PREFIX, STATE, RoleActor
 from .topology import LORA_SERVER, Hosts, Part, parts_of, roles_file
 
 if TYPE_CHECKING:

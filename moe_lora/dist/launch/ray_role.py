@@ -11,7 +11,6 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from moe_lora.core.host import OwnFolder
 
 from .enrolment import enrol
 from .host_roles import CONTROLLER, FRONT_END, HostRoles, Role
+from .progress import PLACED, READY, RUNNING, STARTING, RoleFacts
 from .topology import Part
 
 if TYPE_CHECKING:
@@ -36,28 +36,8 @@ CERTIFICATES, STATE = "certificates", "state"
 """Folders in a role's folder."""
 _BOOK = "addresses.json"
 _READY_S, _METRICS_S = 2.0, 8.0
-PLACED, STARTING, RUNNING, READY = "placed", "starting", "running", "ready"
-"""States of a role."""
 _MODULES = {FRONT_END: "moe_lora.cli.host_role", CONTROLLER: "moe_lora.cli.host_role"}
 _MODULE = "moe_lora.dist.launch.run_role"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoleFacts:
-    """A role's state.
-
-    addresses: name:port -> ip:port.  url: of a front end.  num_restarts: of the process.  num_failures:
-    placements with an error at the end.  problem: reason of a missing start.
-    """
-
-    name: str
-    state: str
-    host: str = ""
-    addresses: Mapping[str, str] = field(default_factory=dict)
-    url: str = ""
-    num_restarts: int = 0
-    num_failures: int = 0
-    problem: str = ""
 
 
 class RoleActor:

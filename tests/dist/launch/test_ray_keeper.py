@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.launch.ray_role import PLACED, READY, RUNNING, RoleFacts
+from moe_lora.dist.launch.progress import PLACED, READY, RUNNING, RoleFacts
 from moe_lora.dist.launch.scaling import Snapshot
 from tests.dist.launch.test_topology import CONTENT
 from tests.patience import PATIENCE_S

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands of a cluster on this host: `moe-lora serve`, detached from the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from moe_lora.config import FrontEndConfig
+from moe_lora.config.cluster import read_cluster
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.host import folder_locked, state_folder
+
+from .host_roles import FRONT_END, INSTANCE, STOP_S
+from .progress import LOOK_S, READY, RUNNING, STARTING, RoleFacts, check_name, ready_urls
+
+_SERVE = ("-m", "moe_lora.cli.main", "serve")
+_MARK = "MOE_LORA_CLUSTER"
+"""Variable in each process of a cluster: a token, new at each start.
+
+Later processes with the same numbers lack the token.
+"""
+_STATE, _LOG = "state.json", "server.log"
+_LINES = 20
+_READY_S, _STATUS_S, _SCALE_S, _MOVES_S = 2.0, 30.0, 300.0, 3600.0
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_DRAINED, _SILENT = "drained", "silent"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Server:
+    """A started server.
+
+    token: in `_MARK` of all processes.  admin: of the administrators, a path or a URL.  stop_s: longest end.
+    """
+
+    folder: str
+    token: str
+    url: str
+    admin: str
+    stop_s: float
+
+    @property
+    def log(self) -> Path:
+        return Path(self.folder) / _LOG
+
+    def processes(self) -> dict[int, list[str]]:
+        """Words of the command by process, the server's first."""
+        mark, found = f"{_MARK}={self.token}".encode(), {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # ended, or of another user
+                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                    found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
+        return dict(sorted(found.items(), key=lambda one: (not _is_server(one[1]), one[0])))
+
+    def call(self, method: str, path: str, limit_s: float) -> httpx.Response:
+        """The administrators' answer, with the key in OPENAI_API_KEY.  Raises httpx.HTTPError."""
+        key, uds = os.environ.get("OPENAI_API_KEY"), self.admin if self.admin.startswith("/") else None
+        base = self.admin if uds is None else f"{self.url.partition(':')[0]}://localhost"
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        # No certificate is checked: the address is this host's.
+        transport = httpx.HTTPTransport(verify=False, uds=uds)
+        with httpx.Client(transport=transport, timeout=limit_s, headers=headers, trust_env=False) as http:
+            return http.request(method, f"{base}{path}")
+
+    def is_ready(self) -> bool:
+        with suppress(httpx.HTTPError):
+            ready = httpx.get(f"{self.url}/ready", verify=False, trust_env=False, timeout=_READY_S)
+            return ready.status_code == httpx.codes.OK
+        return False
+
+    def instances(self) -> dict[str, dict[str, Any]]:
+        """Cards of the instances by name; empty without a key."""
+        with suppress(httpx.HTTPError):
+            answer = self.call("GET", "/v1/instances", _STATUS_S)
+            if answer.is_success:
+                return {card["id"]: card for card in answer.json()["data"]}
+        return {}
+
+    def status(self) -> list[RoleFacts]:
+        """Every role's state.  Raises ConfigError after the server's end."""
+        processes = self.processes()
+        if not any(map(_is_server, processes.values())):
+            raise ConfigError(_last_errors(self.log))
+        log = self.log.read_text(errors="replace")
+        logged = {int(pid): name for name, pid in re.findall(r"(\S+) started \(process (\d+)\)", log)}
+        is_ready = self.is_ready()
+        cards = self.instances() if is_ready else {}
+        whole = not any(_option(words, "--role") == FRONT_END for words in processes.values())
+        rows = {}
+        for pid, words in processes.items():
+            if _is_server(words):
+                name = f"{FRONT_END}-0" if whole else "keeper"
+            elif (role := _option(words, "--role")) is not None:
+                other = "spare" if "--spare" in words else role
+                name = logged.get(pid) or _option(words, "--name") or other
+            else:
+                continue
+            is_front_end = name.startswith(FRONT_END)
+            state = RUNNING if is_ready or not name.startswith((FRONT_END, INSTANCE)) else STARTING
+            card = cards.pop(name, {"restarts": int(_option(words, "--starts") or 0)})
+            rows[name] = RoleFacts(
+                name=name,
+                state=READY if is_front_end and is_ready else _state(card, state),
+                process=str(pid),
+                url=self.url if is_front_end else "",
+                num_restarts=card["restarts"],
+            )
+        for name, card in cards.items():  # between two processes
+            ends = re.findall(rf"{name} ended after [\d.]+ s: (.*)", log)
+            rows[name] = RoleFacts(
+                name=name, state=STARTING, num_restarts=card["restarts"], problem=ends[-1] if ends else ""
+            )
+        return list(rows.values())
+
+    def stop(self) -> None:
+        """End all processes by SIGTERM, the server's children by the server if possible.
+
+        Raises ConfigError.
+        """
+        told: set[int] = set()
+        deadline_s = time.monotonic() + self.stop_s
+        while processes := self.processes():
+            servers = [pid for pid, words in processes.items() if _is_server(words)]
+            for pid in set(servers or processes) - told:
+                told.add(pid)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            if time.monotonic() > deadline_s:
+                rest = ", ".join(
+                    f"{_option(words, '--name') or _option(words, '--role') or 'process'} ({pid})"
+                    for pid, words in processes.items()
+                )
+                raise ConfigError(
+                    f"{rest} did not end within {self.stop_s:g} s; call moe-lora cluster down again, or end "
+                    "the processes by kill -9"
+                )
+            time.sleep(LOOK_S)
+        (Path(self.folder) / _STATE).unlink(missing_ok=True)
+
+
+def _is_server(words: list[str]) -> bool:
+    return "serve" in words and "--config" in words
+
+
+def _option(words: list[str], option: str) -> str | None:
+    return words[words.index(option) + 1] if option in words else None
+
+
+def _state(card: dict[str, Any], other: str) -> str:
+    """The state of an instance; `other` without a card."""
+    if "live" not in card:
+        return other
+    if card["drained"]:
+        return _DRAINED
+    return STARTING if not card["live"] else _SILENT if card["silent"] else RUNNING
+
+
+def _last_errors(log: Path) -> str:
+    """The error that ended the server, from the log."""
+    lines = log.read_text(errors="replace").splitlines()
+    first = next((n for n in range(len(lines) - 1, -1, -1) if lines[n].startswith("Error: ")), None)
+    errors = lines[first:] if first is not None else [one for one in lines if " ERROR " in one] or lines[-3:]
+    return "\n".join(["the server has ended:", *errors[-_LINES:], f"see {log}"])
+
+
+def _folder(name: str, state_dir: str | None) -> Path:
+    check_name(name)
+    return state_folder(state_dir) / "clusters" / name
+
+
+def is_known(name: str, state_dir: str | None) -> bool:
+    """True from a start until `down`, also after a crash."""
+    return (_folder(name, state_dir) / _STATE).exists()
+
+
+def _server(name: str, state_dir: str | None) -> _Server:
+    """Raises ConfigError without a start."""
+    try:
+        text = (_folder(name, state_dir) / _STATE).read_text()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"no cluster named {name} is on this host; start the cluster by up --on local"
+        ) from None
+    return _Server(**json.loads(text))
+
+
+def up(
+    file: str,
+    name: str,
+    *,
+    num_front_ends: int,
+    state_dir: str | None,
+    limit_s: float,
+    say: Callable[[str], None],
+) -> list[str]:
+    """Start a cluster; returns the URL once ready.
+
+    say: gets lines of progress.  An error, Ctrl-C or the limit ends the processes.  Raises ConfigError.
+    """
+    front_end = read_cluster(file, scales=True).front_end
+    folder = _folder(name, state_dir)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    taken = ConfigError(
+        f"a cluster named {name} is on this host; see moe-lora cluster status, call moe-lora cluster down, "
+        "or give another --name"
+    )
+    try:
+        with folder_locked(folder, wait=False):
+            if is_known(name, state_dir) and _server(name, state_dir).processes():
+                raise taken
+            server = _new_server(folder, front_end)
+            (folder / _STATE).write_text(json.dumps(asdict(server)))
+            words = ["--config", os.path.abspath(file)]
+            if num_front_ends > 1:
+                words += ["--front-ends", str(num_front_ends)]
+            process = _started(server, words)
+    except BlockingIOError:
+        raise taken from None
+
+    def status(limit_s: float) -> list[RoleFacts]:
+        process.poll()
+        return server.status()
+
+    try:
+        return ready_urls(status, limit_s, say)
+    except BaseException:
+        try:
+            say("ending all roles")
+        finally:
+            server.stop()
+        raise
+
+
+def _new_server(folder: Path, front_end: FrontEndConfig) -> _Server:
+    """Raises ConfigError for an unknown or occupied port."""
+    if front_end.port == 0:
+        raise ConfigError("front_end.port=0 has an unknown URL; give another port")
+    scheme = "http" if front_end.tls_cert is None else "https"
+    host = _ANY.get(front_end.host, front_end.host)
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{front_end.port}"
+    admin = front_end.admin_address
+    server = _Server(
+        folder=str(folder),
+        token=secrets.token_hex(16),
+        url=url,
+        admin=url if admin is None else admin if admin.startswith("/") else f"{scheme}://{admin}",
+        stop_s=front_end.drain_s + 3 * STOP_S,
+    )
+    if server.is_ready():
+        raise ConfigError(f"another server answers at {url}; give another front_end.port")
+    return server
+
+
+def _started(server: _Server, words: list[str]) -> subprocess.Popen[bytes]:
+    server.log.unlink(missing_ok=True)
+    with server.log.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, *_SERVE, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={**os.environ, _MARK: server.token},
+        )
+
+
+def status(name: str, state_dir: str | None) -> list[RoleFacts]:
+    """The state of every role.  Raises ConfigError."""
+    return _server(name, state_dir).status()
+
+
+def scale(name: str, state_dir: str | None, num_instances: int) -> None:
+    """Change the number of instances.  Raises ConfigError."""
+    server = _server(name, state_dir)
+    path = f"/v1/instances/scale?number={num_instances}&limit_s={_SCALE_S:g}"
+    try:
+        answer = server.call("POST", path, _SCALE_S + _MOVES_S)
+    except httpx.HTTPError as error:
+        raise ConfigError(f"{name} does not answer at {server.admin}: {error}") from error
+    if answer.is_error:
+        raise ConfigError(answer.json()["error"]["message"])
+
+
+def drain(name: str, state_dir: str | None, host: str) -> None:
+    """Raises ConfigError."""
+    url = _server(name, state_dir).admin
+    raise ConfigError(f"{name} is on this host alone; call moe-lora drain INSTANCE --url {url}")
+
+
+undrain = drain
+
+
+def down(name: str, state_dir: str | None) -> None:
+    """End a cluster, after open requests.  Raises ConfigError without a cluster."""
+    _server(name, state_dir).stop()

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cluster on this host that outlives its command: a stand-in for the server, and the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from moe_lora.cli import cluster as commands
+from moe_lora.cli.main import main
+from moe_lora.dist.launch import local_cluster, progress
+from tests.dist.cluster_jobs import (
+    ADAPTERS,
+    DEMO,
+    ROOT,
+    Drive,
+    Host,
+    alive,
+    free_port,
+    local_answers,
+    make_requests,
+    until,
+)
+from tests.patience import PATIENCE_S
+
+
+class Local:
+    """Commands of a user, and processes of the cluster."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.file = folder, folder / "cluster.yaml"
+        self.state = folder / "state"
+        self.port = free_port()
+
+    def write(self, name: str, **content: Any) -> None:
+        front_end = {"port": self.port, "drain_s": 1, **content.pop("front_end", {})}
+        given = {"model_dir": "/models/base", "served_model_name": name, "front_end": front_end, **content}
+        self.file.write_text(yaml.safe_dump(given))
+
+    def run(self, *words: str) -> Result:
+        return CliRunner().invoke(main, ["cluster", *words, "--state-dir", str(self.state)])
+
+    def up(self, name: str = "demo", *options: str) -> Result:
+        self.write(name)
+        return self.run("up", str(self.file), "--on", "local", *options)
+
+    def server(self) -> local_cluster._Server:
+        return local_cluster._server("moe-lora", str(self.state))
+
+    def status(self) -> dict[str, list[str]]:
+        """Fields of each role."""
+        done = self.run("status")
+        assert done.exit_code == 0, done.output
+        return {words[0]: words[1:] for words in map(str.split, done.output.splitlines()[1:])}
+
+
+@pytest.fixture
+def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local]:
+    for module in (local_cluster, progress):
+        monkeypatch.setattr(module, "LOOK_S", 0.02)
+    monkeypatch.setattr(commands, "_ray", lambda: pytest.fail("Ray is not needed"))
+    monkeypatch.setattr(commands, "_may_be_on_ray", lambda address: False)
+    found = Local(tmp_path)
+    try:
+        yield found
+    finally:
+        for state in found.state.glob("clusters/*/state.json"):
+            for pid in local_cluster._Server(**json.loads(state.read_text())).processes():
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def local(real: Local, monkeypatch: pytest.MonkeyPatch) -> Local:
+    """With a stand-in for the server."""
+    monkeypatch.setattr(local_cluster, "_SERVE", ("-m", "tests.dist.launch.local_server", "serve"))
+    return real
+
+
+def assert_nothing_is_left(local: Local) -> None:
+    assert not local_cluster.is_known("moe-lora", str(local.state))
+
+
+def test_a_cluster_starts_scales_and_ends(local: Local) -> None:
+    done = local.up()
+    assert done.exit_code == 0, done.output
+    url = f"http://127.0.0.1:{local.port}"
+    assert done.output.splitlines()[-1] == url
+    assert "front-end-0: ready" in done.output
+    shown = local.status()
+    processes = local.server().processes()
+    assert {int(process) for _, process, *_ in shown.values()} == set(processes)
+    assert [shown[role][0] for role in ("front-end-0", "instance-0", "instance-1")] == [
+        *("ready", "running", "running")
+    ]
+    assert shown["front-end-0"][2:] == [url, "0"]
+    assert shown["instance-1"][2:] == ["2"]
+
+    again = local.run("up", str(local.file), "--on", "local")
+    assert again.exit_code == 1
+    assert "a cluster named moe-lora is on this host; see moe-lora cluster status" in again.output
+    assert local.run("scale", "instance", "3").exit_code == 0
+    assert set(local.status()) == {"front-end-0", "instance-0", "instance-1", "instance-2"}
+    for command in ("drain", "undrain"):
+        done = local.run(command, "10.0.0.1")
+        assert done.exit_code == 1
+        assert f"call moe-lora drain INSTANCE --url {url}" in done.output
+
+    processes = local.server().processes()
+    assert local.run("down").output == "moe-lora has ended\n"
+    assert not any(map(alive, processes))
+    assert_nothing_is_left(local)
+
+
+def test_a_server_with_keys_gets_the_administrator_s(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert local.up("keys").exit_code == 0
+    assert local.status()["instance-0"][2:] == ["1"], "restarts by the command line"
+    assert "a key is needed" in local.run("scale", "instance", "1").output
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    assert local.status()["instance-0"][2:] == ["2"]
+    assert local.run("scale", "instance", "1").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "limit_s", "said"),
+    [
+        ("unfit", "600", "the server has ended:\nError: it can't be:\n  one more line\nsee "),
+        ("slow", "0.1", "no front end is ready after --limit-s 0.1: front-end-0: starting"),
+    ],
+)
+def test_a_failed_start_leaves_nothing(local: Local, name: str, limit_s: str, said: str) -> None:
+    done = local.up(name, "--limit-s", limit_s)
+    assert done.exit_code == 1
+    assert said in done.output
+    assert "ending all roles" in done.output
+    assert_nothing_is_left(local)
+
+
+def test_ctrl_c_ends_the_start(local: Local) -> None:
+    local.write("slow")
+    found: list[set[int]] = []
+
+    def say(line: str) -> None:
+        if line == "instance-1: starting":
+            found.append(set(local.server().processes()))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        local_cluster.up(
+            str(local.file), "moe-lora", num_front_ends=1, state_dir=str(local.state), limit_s=600.0, say=say
+        )
+    assert len(found[0]) == 3
+    assert not any(map(alive, found[0]))
+    assert_nothing_is_left(local)
+
+
+def test_a_killed_server_s_roles_end_and_stuck_ones_are_named(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_cluster, "STOP_S", 0.0)
+    assert local.up("stuck").exit_code == 0
+    server, *roles = local.server().processes()
+    os.kill(server, signal.SIGKILL)
+    until(lambda: len(local.server().processes()) == 2, lambda: "the server ends")
+    assert "the server has ended:" in local.run("status").output
+    assert "a cluster named moe-lora is on this host" in local.up().output
+    done = local.run("down")
+    assert done.exit_code == 1
+    for number, pid in enumerate(roles):
+        assert f"instance-{number} ({pid})" in done.output
+    assert "did not end within 1 s; call moe-lora cluster down again, or end the processes" in done.output
+    for pid in roles:
+        os.kill(pid, signal.SIGKILL)
+    assert local.run("down").exit_code == 0
+    assert_nothing_is_left(local)
+
+
+def test_an_old_state_is_of_no_process(local: Local) -> None:
+    """As after a restart of the machine, whose processes have the old numbers."""
+    assert local.up().exit_code == 0
+    server = local.server()
+    for pid in server.processes():
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not server.processes(), lambda: "all end")
+    state = server.log.parent / "state.json"
+    state.write_text(state.read_text().replace(server.token, 32 * "0"))
+    assert "the server has ended:" in local.run("status").output
+    assert local.up().exit_code == 0
+    state.write_text(state.read_text().replace(local.server().token, 32 * "0"))
+    [running] = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _serves(pid, local)]
+    assert local.run("down").exit_code == 0
+    assert alive(running)
+    os.kill(running, signal.SIGTERM)
+
+
+def _serves(pid: int, local: Local) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return False
+    return "serve" in words and str(local.file) in words
+
+
+def test_an_occupied_port_is_refused(local: Local) -> None:
+    assert local.up().exit_code == 0
+    done = local.up("demo", "--name", "other")
+    assert f"another server answers at http://127.0.0.1:{local.port}; give another" in done.output
+    local.write("demo", front_end={"port": 0})
+    done = local.run("up", str(local.file), "--on", "local", "--name", "other")
+    assert "front_end.port=0 has an unknown URL; give another port" in done.output
+    assert not local_cluster.is_known("other", str(local.state))
+
+
+def test_the_name_finds_the_place(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_ray = SimpleNamespace(
+        is_known=lambda name, address: name == "moe-lora", down=lambda name, address: None
+    )
+    assert local.up().exit_code == 0
+    monkeypatch.setattr(commands, "_ray", lambda: on_ray)
+    assert local.run("status").exit_code == 0
+    monkeypatch.setattr(commands, "_may_be_on_ray", lambda address: True)
+    done = local.run("down")
+    assert done.exit_code == 1
+    assert (
+        "a cluster named moe-lora is on this host and another on Ray; give --on local or ray" in done.output
+    )
+    assert local.run("down", "--on", "ray").exit_code == 0
+    assert local.run("status", "--on", "local").exit_code == 0
+    assert local.run("down", "--on", "local").exit_code == 0
+    assert local.run("down").output == "moe-lora has ended\n", "on Ray"
+    monkeypatch.setattr(commands, "_may_be_on_ray", lambda address: False)
+    assert "no cluster named moe-lora is on this host; is it on Ray?" in local.run("down").output
+    assert "no cluster named moe-lora is on this host; start" in local.run("status", "--on", "local").output
+
+
+@pytest.mark.slow
+def test_a_server_outlives_its_starter_and_ends_after_open_requests(real: Local) -> None:
+    requests = make_requests(16)
+    expected = local_answers(requests)
+    adapters = {name: str(DEMO / "adapters" / name) for name in ADAPTERS}
+    engine = {"num_instances": 2, "dtype": "float32", "eager": True, "num_threads": 1, "device": "cpu"}
+    patient = {"drain_s": PATIENCE_S, "heartbeat_timeout_s": PATIENCE_S, "heartbeat_dead_s": 2 * PATIENCE_S}
+    model = str(DEMO / "model")
+    real.write("demo", model_dir=model, adapters=adapters, engine=engine, front_end=patient)
+    words = ["cluster", "up", str(real.file), "--on", "local", "--front-ends", "2"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "moe_lora.cli.main", *words, "--state-dir", str(real.state)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+    ) as starter:
+        assert starter.stdout is not None
+        assert starter.stdout.readline()
+        starter.kill()
+    until(
+        lambda: "ready" in [one[0] for one in real.status().values()], lambda: real.server().log.read_text()
+    )
+
+    def drive(times: int) -> Drive:
+        more = {"max_tokens": 8, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+        bodies = [{"model": one or "demo", "prompt": prompt, **more} for one, prompt in requests * times]
+        return Drive(
+            Host("client", "127.0.0.1", real.folder),
+            {"url": real.server().url, "bodies": bodies, "pause_s": 0.0},
+        )
+
+    assert drive(1).answers() == expected
+    os.kill(int(real.status()["instance-1"][1]), signal.SIGKILL)
+    assert drive(1).answers() == expected
+    until(lambda: real.status()["instance-1"][::2] == ["running", "1"], lambda: str(real.status()))
+    assert set(real.status()) >= {"keeper", "controller", "front-end-0", "front-end-1", "instance-0"}
+
+    processes = real.server().processes()
+    url = real.server().url
+    body = {"model": "demo", "prompt": "a=", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False
+    ) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: ")
+        down = subprocess.Popen(
+            [sys.executable, "-m", "moe_lora.cli.main", "cluster", "down", "--state-dir", str(real.state)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert down.wait(PATIENCE_S) == 0
+    assert not any(map(alive, processes))
+    assert_nothing_is_left(real)
