@@ -167,6 +167,13 @@ class EngineVerbs:
         """Make all cached prefixes unfindable."""
         self._core.adapters.clear_history(lambda name: True)
 
+    @verb
+    def join_lora_server(self, address: str, layout: str) -> Steps[None]:
+        """Move to another LoRA Server with the same store.  Raises LoraServerError for an absent one."""
+        from .adapters.server_move import moved
+
+        yield from moved(self._core, self._files, address, layout)
+
     def delay_asleep(self, command: Generate, arrival_s: float) -> bool:
         """Delay a request from before a sleep; False while awake."""
         if not self.sleep_orders():

@@ -16,7 +16,7 @@ from .adapter_store import AdapterStore, AdapterVersion
 
 if TYPE_CHECKING:
     from moe_lora.dist.host_workers.workers import HostWorkers
-    from moe_lora.dist.lora_server.attach import LoraServerClient
+    from moe_lora.dist.lora_server.attach import LeaseClient, LoraServerClient
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +143,18 @@ class LeasedAdapters(AdapterStore):
             "lora_server_redone_steps": 0 if pushed is None else pushed.num_redone,
             **super().counters(),
         }
+
+    def leases_at(self, server: LoraServerClient) -> LeaseClient:
+        """Leases of another server for all that is needed here; beside steps."""
+        return server.leases(self._take, self._fail, self._leases)
+
+    def lease_from(self, server: LoraServerClient, leases: LeaseClient) -> LeaseClient:
+        """Use the `leases_at` a server from now on, between steps; returns the former ones."""
+        leases.succeed(self._leases)
+        with self._lock:
+            former, self._leases, self._server = self._leases, leases, server
+        self._take()
+        return former
 
     def close(self) -> None:
         super().close()
