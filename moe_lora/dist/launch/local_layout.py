@@ -83,9 +83,10 @@ class LayoutChange:
     async def _started(self, cluster: ClusterConfig, limit_s: float) -> Generation:
         """Ranks of the cluster, ready and named in the instances' file."""
         own, files = self._own, ExitStack()
-        file = files.enter_context(cluster_file(cluster))
+        file = files.enter_context(cluster_file(replace(cluster, scaling=None)))
         server = _server_of(cluster)
-        ranks = server_roles(Layout.parse(server.layout).num_ranks, file, f"{server.layout} ")
+        roles = server_roles(Layout.parse(server.layout).num_ranks, file, f"{server.layout} ")
+        ranks = [replace(role, yields=not server.host_workers) for role in roles]
         generation = Generation(cluster, ranks, files)
         try:
             with fail_after(limit_s):
