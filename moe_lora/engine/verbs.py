@@ -170,7 +170,7 @@ class EngineVerbs:
     @verb
     def join_lora_server(self, address: str, layout: str) -> Steps[None]:
         """Move to another LoRA Server with the same store.  Raises LoraServerError for an absent one."""
-        from .adapters.server_move import moved
+        from .adapters.leased_adapters import moved
 
         yield from moved(self._core, self._files, address, layout)
 

@@ -13,7 +13,7 @@ import pytest
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.wrong_files import read_config
-from moe_lora.engine.adapters.server_move import moved
+from moe_lora.engine.adapters.leased_adapters import moved
 from moe_lora.engine.core import EngineCore
 from moe_lora.families import shape_of
 from tests.dist.lora_server.cluster import Cluster, until
