@@ -11,6 +11,7 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -20,6 +21,7 @@ from moe_lora.core.partition import Layout
 from tests.patience import PATIENCE_S
 
 from .demo_server import DEMO, DemoServer, demo_server, few_adapters
+from .instance_parts import gone
 from .live_server import wait_until
 
 ADAPTERS = list(json.loads((DEMO / "adapters" / "index.json").read_text()))[:6]
@@ -81,6 +83,11 @@ def right() -> dict[int, tuple[int, ...]]:
         asked = [question(number) for number in range(NUM_QUESTIONS)]
         found = llm.generate([prompt for _, prompt in asked], [name for name, _ in asked], sampling)
     return {number: one.token_ids for number, one in enumerate(found)}
+
+
+def ranks_of(server: DemoServer, layout: str) -> set[str]:
+    """Started ranks of a layout that came later."""
+    return set(re.findall(rf"{layout} lora-server-(\d+) started", server.log.read_text()))
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
@@ -180,3 +187,21 @@ def test_kills_in_the_middle_of_changes_cost_no_request(tmp_path, right):
 
     with serving(tmp_path, "EP2-PP1", "--instances", "2") as server:
         asyncio.run(play(server))
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_while_ranks_start_leaves_none(tmp_path):
+    with serving(tmp_path, "EP1-PP1") as server:
+
+        def ask() -> None:
+            with contextlib.suppress(httpx.HTTPError):
+                where = f"{server.url}/v1/lora_server/layout?layout=EP2-PP1"
+                httpx.post(where, trust_env=False, timeout=PATIENCE_S)
+
+        with ThreadPoolExecutor(1) as asking:
+            asking.submit(ask)
+            wait_until(lambda: len(ranks_of(server, "EP2-PP1")) == 2, "ranks start")
+            server.process.kill()
+        started = re.findall(r"started \(process (\d+)\)", server.log.read_text())
+        assert len(started) >= 4
+        wait_until(lambda: all(gone(int(pid)) for pid in started), "all processes end")

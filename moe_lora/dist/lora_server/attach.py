@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -78,7 +78,7 @@ class LeaseClient:
         self._wanted: dict[str, tuple[int, tuple[Asker, ...]]] = (
             {} if former is None else former._wanted.copy()
         )
-        self._numbers = itertools.count(1) if former is None else former._numbers
+        self._numbers: Iterator[int] = itertools.count(1) if former is None else former._numbers
         self._granted: dict[str, tuple[int, Lease]] = {}
         """With the acquire's number: grants for abandoned acquires are void."""
         self._peer: Peer | None = None

@@ -18,6 +18,7 @@ from moe_lora.engine.core import EngineCore
 from moe_lora.families import shape_of
 from tests.dist.lora_server.cluster import Cluster, until
 from tests.engine.test_switching import MODEL, ask, drive, engine, tokens_of
+from tests.models.generated_code import captured_graphs
 
 NUM = 60
 
@@ -80,11 +81,20 @@ def expected() -> dict[str, list[int]]:
         return {name: tokens_of(outputs) for name, outputs in drive(core, *requests()).items()}
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_answers_go_on_with_the_same_tokens_and_no_row_is_computed_by_the_instance(num_ranks):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"expert_parallel": 2}, marks=pytest.mark.slow),
+        pytest.param({"eager": False}, marks=pytest.mark.slow),
+    ],
+)
+def test_answers_go_on_with_the_same_tokens_and_no_row_is_computed_by_the_instance(settings):
+    num_ranks = settings.get("expert_parallel", 1)
     with (
+        captured_graphs(),
         servers("EP2-PP1", "EP4-PP1", num_ranks=num_ranks) as (former, following),
-        engine(lora_server=former.config, expert_parallel=num_ranks) as core,
+        engine(lora_server=former.config, **settings) as core,
     ):
         driven = Driven(core)
         for one in requests():
