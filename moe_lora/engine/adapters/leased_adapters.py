@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.config import LoraServerConfig
-from moe_lora.core.errors import AdapterError, CapacityError, ConfigError
+from moe_lora.core.errors import AdapterError, CapacityError
 from moe_lora.engine.ranks.followers import MemoryOrder
 
 from .adapter_store import AdapterStore, AdapterVersion
@@ -167,6 +167,21 @@ class LeasedAdapters(AdapterStore):
         self._take()
         return former
 
+    def move(
+        self, core: EngineCore, files: Executor, address: str, layout: str
+    ) -> Generator[Future[Any], Any, None]:
+        """Reach another server, wait for leases there, then move all ranks; requests go on meanwhile."""
+        rank = core.rank
+        assert rank.config.lora_server is not None
+        server = replace(rank.config.lora_server, address=address, layout=layout)
+        reached: tuple[LoraServerClient, LeaseClient] | None = None
+        if not _is_at(rank, server):
+            reached = (yield files.submit(_reached, rank, self, server)).result()
+        with core.transfers.followers.answering(ServerOrder((), server)):
+            if reached is not None:
+                leases = self.lease_from(*reached)
+                files.submit(_left, rank.move_to(server, reached[0]), leases)
+
     def close(self) -> None:
         super().close()
         self._leases.stop()
@@ -200,21 +215,6 @@ class ServerOrder(MemoryOrder):
             reached = rank.reach(self.server)
             assert reached is not None
             rank.move_to(self.server, reached).close()
-
-
-def moved(core: EngineCore, files: Executor, address: str, layout: str) -> Generator[Future[Any], Any, None]:
-    """Reach the server, wait for leases there, then move all ranks; requests go on meanwhile."""
-    rank, leased = core.rank, core.adapters.leases
-    if leased is None or rank.config.lora_server is None:
-        raise ConfigError("this instance has no LoRA Server to move from; restart it with lora_server")
-    server = replace(rank.config.lora_server, address=address, layout=layout)
-    reached: tuple[LoraServerClient, LeaseClient] | None = None
-    if not _is_at(rank, server):
-        reached = (yield files.submit(_reached, rank, leased, server)).result()
-    with core.transfers.followers.answering(ServerOrder((), server)):
-        if reached is not None:
-            leases = leased.lease_from(*reached)
-            files.submit(_left, rank.move_to(server, reached[0]), leases)
 
 
 def _is_at(rank: Rank, server: LoraServerConfig) -> bool:

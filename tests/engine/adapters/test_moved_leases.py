@@ -13,8 +13,8 @@ import pytest
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.wrong_files import read_config
-from moe_lora.engine.adapters.leased_adapters import moved
 from moe_lora.engine.core import EngineCore
+from moe_lora.engine.verbs import EngineVerbs
 from moe_lora.families import shape_of
 from tests.dist.lora_server.cluster import Cluster, until
 from tests.engine.test_switching import MODEL, ask, drive, engine, tokens_of
@@ -54,7 +54,8 @@ class Driven:
     def move(self, cluster: Cluster, change: Callable[[], None] = lambda: None) -> None:
         """By the verb; steps go on while the verb waits.  change: called before the move itself."""
         with ThreadPoolExecutor(1) as files:
-            steps = moved(self.core, files, cluster.config.address, cluster.config.layout)
+            leases, server = self.core.adapters.leases, cluster.config
+            steps = leases.move(self.core, files, server.address, server.layout)
             try:
                 waited = next(steps)
                 while True:
@@ -140,4 +141,4 @@ def test_adapters_that_change_meanwhile_are_those_of_the_next_server():
 
 def test_an_engine_without_a_lora_server_refuses():
     with engine() as core, pytest.raises(ConfigError, match="no LoRA Server to move from"):
-        next(moved(core, None, "/nowhere", "EP1-PP1"))
+        next(EngineVerbs(core, None, None, None).join_lora_server("/nowhere", "EP1-PP1"))
