@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import click
 
@@ -53,8 +54,6 @@ def call(
 
 def call_instance(url: str, api_key: str | None, name: str, what: str, timeout_s: float) -> dict[str, Any]:
     """As `call`, for one instance."""
-    from urllib.parse import quote
-
     return call(url, api_key, "POST", f"/v1/instances/{quote(name, safe='')}/{what}", timeout_s)
 
 
@@ -150,21 +149,28 @@ def restart(
 
 
 @click.command()
-@click.argument("role", type=click.Choice(["instance"]))
-@click.argument("number", metavar="N", type=click.IntRange(1, 4096))
+@click.argument("role", type=click.Choice(["instance", "lora-server"]))
+@click.argument("size", metavar="N|LAYOUT")
 @server_options
 @click.option(
     "--limit-s",
     type=click.FloatRange(min=0, min_open=True, max=3600),
     default=300.0,
-    help="Time for new instances to take part.",
+    help="Time for new processes to take part.",
 )
 @user_errors
-def scale(role: str, number: int, url: str, api_key: str | None, limit_s: float) -> None:
-    """Have N instances in a running `moe-lora serve` with `scaling`.
+def scale(role: str, size: str, url: str, api_key: str | None, limit_s: float) -> None:
+    """Have N instances in a running `moe-lora serve` with `scaling`, or another LAYOUT of its LoRA Server.
 
-    New instances take requests once warm.  The last ones leave: requests go on at others.
+    New instances take requests once warm.  The last ones leave: requests go on at others.  Ranks of a new
+    layout, such as EP4-PP1, start beside the former ones, and instances move to them between two steps.
     """
+    if role == "lora-server":
+        path = f"/v1/lora_server/layout?layout={quote(size)}&limit_s={limit_s:g}"
+        state = call(url, api_key, "POST", path, limit_s + _DRAIN_MOST_S)
+        click.echo(f"the LoRA Server has {len(state['ranks'])} ranks, and all instances are there")
+        return
+    number = click.IntRange(1, 4096).convert(size, None, click.get_current_context())
     path = f"/v1/instances/scale?number={number}&limit_s={limit_s:g}"
     listed = call(url, api_key, "POST", path, limit_s + _DRAIN_MOST_S)["data"]
     click.echo(f"{len(listed)} instances take part")

@@ -65,12 +65,13 @@ async def _local_fleet(
     cluster: ClusterConfig, registry: ServedRegistry | None, at_once: asyncio.Event, reload: Reload | None
 ) -> AsyncIterator[ControlledFleet]:
     """`local_instances`, with the cluster's LoRA Server."""
-    from moe_lora.dist.launch.local import local_instances, local_lora_server
+    from moe_lora.dist.launch.local import OwnServer, local_instances, local_lora_server
 
     passes_on = None if reload is None else reload.passes_on
+    own = OwnServer(passes_on)
     async with (
-        local_lora_server(cluster, at_once, passes_on) as joined,
-        local_instances(joined, registry, at_once=at_once, passes_on=passes_on) as controlled,
+        local_lora_server(cluster, at_once, passes_on, own) as joined,
+        local_instances(joined, registry, at_once=at_once, passes_on=passes_on, server=own) as controlled,
     ):
         yield controlled
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moe_lora.core.errors import AdapterNotFoundError
+from moe_lora.core.errors import AdapterNotFoundError, ConfigError
 from moe_lora.core.request import AdapterFacts, AdapterInfo, EngineStats, ModelInfo
 from moe_lora.dist.net.codec import Interface, Method, verb, verbs_of
 
@@ -166,6 +166,14 @@ class EngineVerbs:
     def clear_cache(self) -> None:
         """Make all cached prefixes unfindable."""
         self._core.adapters.clear_history(lambda name: True)
+
+    @verb
+    def join_lora_server(self, address: str, layout: str) -> Steps[None]:
+        """Move to another LoRA Server with the same store.  Raises LoraServerError for an absent one."""
+        leased = self._core.adapters.leases
+        if leased is None:
+            raise ConfigError("this instance has no LoRA Server to move from; start it with lora_server")
+        yield from leased.move(self._core, self._files, address, layout)
 
     def delay_asleep(self, command: Generate, arrival_s: float) -> bool:
         """Delay a request from before a sleep; False while awake."""

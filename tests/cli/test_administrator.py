@@ -92,6 +92,22 @@ def test_scale_waits_for_the_number_and_shows_it(monkeypatch):
     assert calls == [("u", None, "POST", "/v1/instances/scale?number=4&limit_s=9", 3609.0)]
 
 
+def test_scale_waits_for_the_layout_and_shows_its_ranks(monkeypatch):
+    calls: list[tuple[Any, ...]] = []
+
+    def called(*words: Any) -> dict[str, Any]:
+        calls.append(words)
+        return {"ranks": [1] * 4}
+
+    monkeypatch.setattr(administrator, "call", called)
+    done = CliRunner().invoke(main, ["scale", "lora-server", "EP4-PP1", "--url", "u"])
+    assert (done.exit_code, done.output) == (0, "the LoRA Server has 4 ranks, and all instances are there\n")
+    assert calls == [("u", None, "POST", "/v1/lora_server/layout?layout=EP4-PP1&limit_s=300", 3900.0)]
+    wrong = CliRunner().invoke(main, ["scale", "instance", "EP4-PP1"])
+    assert wrong.exit_code == 2
+    assert "'EP4-PP1' is not a valid" in wrong.output
+
+
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "/nowhere/admin"])
 def test_a_server_that_is_not_there_is_named(url):
     with pytest.raises(ValueError, match=url):

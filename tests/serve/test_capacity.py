@@ -354,6 +354,26 @@ def test_a_rank_that_does_not_come_back_is_a_503_that_says_so(watched, paper, mo
     assert paper.restarted == [1]
 
 
+def test_a_layout_is_changed_by_the_keeper_alone(watched, controller, paper, monkeypatch):
+    monkeypatch.setattr(capacity_controller, "LOOK_S", 0.01)
+    refused = watched.post("/v1/lora_server/layout?layout=EP4-PP1", {})
+    assert refused.status_code == 400
+    assert "the LoRA Server's layout is fixed: only moe-lora serve" in refused.json()["error"]["message"]
+    following, asked = PaperServer(), []
+    following.current = replace(STATE, ranks=(1, 1, 1, 0), unlinked=(0,) * 4)
+    following.next = replace(STATE, ranks=(1,) * 4, unlinked=(0,) * 4)
+
+    async def relayout(*words):
+        asked.append(words)
+        return "/there"
+
+    monkeypatch.setattr(capacity_controller, "LoraServerAdmin", lambda address, keys: following)
+    controller.relayout = relayout
+    found = watched.post("/v1/lora_server/layout?layout=EP4-PP1&limit_s=90", {})
+    assert (found.status_code, found.json()["ranks"]) == (200, [1] * 4)
+    assert asked == [("EP4-PP1", STATE.capacity, 90.0)]
+
+
 def test_no_rank_is_ended_while_another_is_away(controller, paper, monkeypatch):
     monkeypatch.setattr(capacity_controller, "LOOK_S", 0.01)
     for lacking in ({"ranks": (1, 0)}, {"unlinked": (1, 0)}):

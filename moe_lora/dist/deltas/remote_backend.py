@@ -159,6 +159,10 @@ class RemoteBackend(DividedBackend):
         self._layout = layout
         self._host = HostDeltas(shape, store, layout.shard)
 
+    def follow(self, other: RemoteBackend) -> None:
+        """Send later rows where `other` sends; between steps."""
+        self._division, self._links = other._division, other._links
+
     def abandon_step(self) -> None:
         for link in self._links.values():
             session = link.session

@@ -376,11 +376,11 @@ def _instance(file: int) -> tuple[str, ...]:
     return *_RUN_ROLE, *_told(file), "--role", "instance"
 
 
-def server_roles(num_ranks: int, file: int) -> list[Role]:
-    """The LoRA Server's ranks, as in a torchrun job."""
+def server_roles(num_ranks: int, file: int, before: str = "") -> list[Role]:
+    """The LoRA Server's ranks, as in a torchrun job.  before: begins the names, beside another server."""
     return [
         Role(
-            name=f"lora-server-{rank}",
+            name=f"{before}lora-server-{rank}",
             kind="lora-server",
             words=(*_RUN_ROLE, *_told(file), "--role", "lora-server"),
             fds=(file,),

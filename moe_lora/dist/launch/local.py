@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moe_lora.config import FrontEndConfig
-from moe_lora.config.cluster import ClusterConfig
+from moe_lora.config.cluster import ClusterConfig, read_cluster
 from moe_lora.core.address import parse_address
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import OwnFolder, run_folder
@@ -29,7 +29,7 @@ from .cluster_file import (
     thread_share,
     write_cluster,
 )
-from .host_roles import HostRoles, instance_roles, server_roles, spare_of
+from .host_roles import HostRoles, Role, instance_roles, server_roles, spare_of
 
 if TYPE_CHECKING:
     from moe_lora.core.request import EngineStats
@@ -67,10 +67,12 @@ async def local_instances(
     router: Router | None = None,
     at_once: asyncio.Event | None = None,
     passes_on: Listeners | None = None,
+    server: OwnServer | None = None,
 ) -> AsyncIterator[ControlledFleet]:
     """This host's engine processes, restarted on failure and ended with the context.
 
-    passes_on: gets these processes' listener.  Raises the error of a failed start.
+    passes_on: gets these processes' listener.  server: the LoRA Server, whose layout may change.  Raises the
+    error of a failed start.
     """
     given, cluster = cluster, _with_shares(cluster)
     config, num_instances = cluster.engine, given.engine.num_instances
@@ -99,7 +101,7 @@ async def local_instances(
                 instance_registry.number_of(part.name)
             dead_s, spare = cluster.front_end.heartbeat_dead_s, spare_of(cluster, file)
             roles = HostRoles(parts, at_once=at_once, dead_s=dead_s, spare=spare)
-            told = _passed_on(passes_on, file, cluster, roles)
+            told = passed_on(passes_on, file, roles)
             try:
                 with told:
                     await roles.ready()
@@ -108,6 +110,8 @@ async def local_instances(
                         from .local_scaling import LocalScaling
 
                         LocalScaling(given, file, roles, controlled)
+                    if server is not None and server.now is not None:
+                        server.let_change(file, roles, controlled)
                     yield controlled
             finally:
                 await controlled.fleet.close()
@@ -132,12 +136,11 @@ def _with_shares(cluster: ClusterConfig) -> ClusterConfig:
 
 
 @contextmanager
-def _passed_on(
-    passes_on: Listeners | None, file: int, cluster: ClusterConfig, roles: HostRoles
-) -> Iterator[None]:
+def passed_on(passes_on: Listeners | None, file: int, roles: HostRoles) -> Iterator[None]:
     """Keep the processes' log level equal to this process's."""
 
     def tell(now: FrontEndConfig) -> None:
+        cluster = read_cluster(f"/dev/fd/{file}")
         front_end = replace(cluster.front_end, log_level=now.log_level)
         write_cluster(file, replace(cluster, front_end=front_end))
         roles.hang_up()
@@ -152,9 +155,41 @@ def _passed_on(
         passes_on.remove(tell)
 
 
+@dataclass
+class Generation:
+    """A LoRA Server's ranks of one layout.  cluster: in their file.  files: closed after their end."""
+
+    cluster: ClusterConfig
+    roles: Sequence[Role]
+    files: ExitStack
+
+
+class OwnServer:
+    """The keeper of this host's LoRA Server.  now: None before the start."""
+
+    def __init__(self, passes_on: Listeners | None = None) -> None:
+        self.passes_on = passes_on
+        self.now: Generation | None = None
+        self.ranks: HostRoles
+
+    def let_change(self, file: int, instances: HostRoles, controlled: ControlledFleet) -> None:
+        """Let an administrator change the layout.  file: of the instances."""
+
+        async def change(layout: str, capacity: int, limit_s: float) -> str:
+            from .local_layout import LayoutChange
+
+            return await LayoutChange(self, file, instances, controlled).to(layout, capacity, limit_s)
+
+        assert controlled.controller.provision is not None
+        controlled.controller.provision.relayout = change
+
+
 @asynccontextmanager
 async def local_lora_server(
-    cluster: ClusterConfig, at_once: asyncio.Event | None = None, passes_on: Listeners | None = None
+    cluster: ClusterConfig,
+    at_once: asyncio.Event | None = None,
+    passes_on: Listeners | None = None,
+    own: OwnServer | None = None,
 ) -> AsyncIterator[ClusterConfig]:
     """The LoRA Server's ranks on this host; yields settings with its address."""
     given = cluster.lora_server
@@ -186,12 +221,16 @@ async def local_lora_server(
             controllers={},
             leadership=None,
         )
-        file = stack.enter_context(cluster_file(alone))
-        dead_s = cluster.front_end.heartbeat_dead_s
-        roles = HostRoles(server_roles(layout.num_ranks, file), at_once=at_once, dead_s=dead_s)
+        own = own or OwnServer(passes_on)
+        files = ExitStack()
+        file = files.enter_context(cluster_file(replace(alone, scaling=None)))
+        ranks = server_roles(layout.num_ranks, file)
+        own.ranks = HostRoles(ranks, at_once=at_once, dead_s=cluster.front_end.heartbeat_dead_s)
+        own.now = Generation(alone, ranks, files)
         try:
-            with _passed_on(passes_on, file, alone, roles):
-                await roles.ready()
-                yield cluster
+            files.enter_context(passed_on(passes_on, file, own.ranks))
+            await own.ranks.ready()
+            yield cluster
         finally:
-            await roles.stop()
+            await own.ranks.stop()
+            own.now.files.close()

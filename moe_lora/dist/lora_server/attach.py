@@ -7,8 +7,8 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,8 @@ class LeaseClient:
     """Keeps an instance's leases, by adapters' content hash.
 
     The engine's thread states needs and reads grants.  The event loop calls on_change after changes of leases
-    or leader, and on_failure with a failed adapter.  Raises LoraServerError without a leader.
+    or leader, and on_failure with a failed adapter.  former: leases at another server, whose needs are asked
+    for.  Raises LoraServerError without a leader.
     """
 
     def __init__(
@@ -65,16 +66,19 @@ class LeaseClient:
         on_change: Callable[[], None],
         timeout_s: float,
         on_failure: Callable[[str, Exception], None] = lambda adapter_id, error: None,
+        former: LeaseClient | None = None,
     ) -> None:
         self._join_leader = join_leader
         self._store = store
         self._on_change = on_change
         self._on_failure = on_failure
-        self._registered: set[str] = set()
+        self._registered: set[str] = set() if former is None else former._registered.copy()
         self._rejected: dict[str, Exception] = {}
         # Acquire number and askers, in order of calls.  Of the engine's thread.
-        self._wanted: dict[str, tuple[int, tuple[Asker, ...]]] = {}
-        self._numbers = itertools.count(1)
+        self._wanted: dict[str, tuple[int, tuple[Asker, ...]]] = (
+            {} if former is None else former._wanted.copy()
+        )
+        self._numbers: Iterator[int] = itertools.count(1) if former is None else former._numbers
         self._granted: dict[str, tuple[int, Lease]] = {}
         """With the acquire's number: grants for abandoned acquires are void."""
         self._peer: Peer | None = None
@@ -115,6 +119,25 @@ class LeaseClient:
         """Return the lease, or cancel the wait."""
         if self._wanted.pop(adapter_id, None) is not None:
             network().loop.call_soon_threadsafe(self._tell, "release", adapter_id)
+
+    @property
+    def settled(self) -> bool:
+        """True if no lease is waited for."""
+        known = self._rejected
+        return not self.connected or all(self.lease(one) or one in known for one in self._wanted.copy())
+
+    def succeed(self, former: LeaseClient) -> None:
+        """Take over what `former` needs now."""
+        for adapter_id in former._registered - self._registered:
+            with suppress(CapacityError):
+                self.register(adapter_id)
+        for adapter_id in self._registered - former._registered:
+            self.unregister(adapter_id)
+        for adapter_id, (_, askers) in former._wanted.items():
+            for asker in askers:
+                self.acquire(adapter_id, asker)
+        for adapter_id in self._wanted.keys() - former._wanted.keys():
+            self.release(adapter_id)
 
     def stop(self) -> None:
         self._joined.get_loop().call_soon_threadsafe(self._joined.cancel)
@@ -431,9 +454,15 @@ class LoraServerClient:
         self,
         on_change: Callable[[], None],
         on_failure: Callable[[str, Exception], None] = lambda adapter_id, error: None,
+        former: LeaseClient | None = None,
     ) -> LeaseClient:
         """The instance's leases, on its first rank."""
-        return LeaseClient(self._join_leader, self.store, on_change, CONNECT_TIMEOUT_S, on_failure)
+        return LeaseClient(self._join_leader, self.store, on_change, CONNECT_TIMEOUT_S, on_failure, former)
+
+    def take_over(self, former: LoraServerClient) -> None:
+        """Have the backend of `former`, between steps."""
+        former.backend.follow(self.backend)
+        self.backend = former.backend
 
     async def _join_leader(self, timeout_s: float, hear: Hear) -> Peer:
         leader, begin = (self._server.address, self._keys, self._hello), ("join_instance", self._instance)

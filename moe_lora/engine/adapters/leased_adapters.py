@@ -1,24 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters computed by the LoRA Server: kept in its host store, ready once leased."""
+"""Adapters at the LoRA Server: kept in its host store, ready once leased; and the move to another server."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.config import LoraServerConfig
 from moe_lora.core.errors import AdapterError, CapacityError
+from moe_lora.engine.ranks.followers import MemoryOrder
 
 from .adapter_store import AdapterStore, AdapterVersion
 
 if TYPE_CHECKING:
     from moe_lora.dist.host_workers.workers import HostWorkers
-    from moe_lora.dist.lora_server.attach import LoraServerClient
+    from moe_lora.dist.lora_server.attach import LeaseClient, LoraServerClient
+    from moe_lora.engine.core import EngineCore
+    from moe_lora.engine.ranks.rank import Rank
 
 logger = logging.getLogger(__name__)
+
+GRANTS_S = 10.0
+"""Most time before the move for leases; then rows without one are computed here."""
+_LOOK_S = 0.005
 
 
 class LeasedAdapters(AdapterStore):
@@ -144,6 +155,33 @@ class LeasedAdapters(AdapterStore):
             **super().counters(),
         }
 
+    def leases_at(self, server: LoraServerClient) -> LeaseClient:
+        """Leases of another server for all that is needed here; beside steps."""
+        return server.leases(self._take, self._fail, self._leases)
+
+    def lease_from(self, server: LoraServerClient, leases: LeaseClient) -> LeaseClient:
+        """Use the `leases_at` a server from now on, between steps; returns the former ones."""
+        leases.succeed(self._leases)
+        with self._lock:
+            former, self._leases, self._server = self._leases, leases, server
+        self._take()
+        return former
+
+    def move(
+        self, core: EngineCore, files: Executor, address: str, layout: str
+    ) -> Generator[Future[Any], Any, None]:
+        """Reach another server, wait for leases there, then move all ranks; requests go on meanwhile."""
+        rank = core.rank
+        assert rank.config.lora_server is not None
+        server = replace(rank.config.lora_server, address=address, layout=layout)
+        reached: tuple[LoraServerClient, LeaseClient] | None = None
+        if not _is_at(rank, server):
+            reached = (yield files.submit(_reached, rank, self, server)).result()
+        with core.transfers.followers.answering(ServerOrder((), server)):
+            if reached is not None:
+                leases = self.lease_from(*reached)
+                files.submit(_left, rank.move_to(server, reached[0]), leases)
+
     def close(self) -> None:
         super().close()
         self._leases.stop()
@@ -164,3 +202,42 @@ class LeasedAdapters(AdapterStore):
                 adapter.lease = self._leases.lease(adapter.packed.content_hash)
         if self.on_change is not None:
             self.on_change()
+
+
+@dataclass(frozen=True)
+class ServerOrder(MemoryOrder):
+    """Move a rank to this server, unless it is there."""
+
+    server: LoraServerConfig
+
+    def carry_out(self, rank: Rank) -> None:
+        if not _is_at(rank, self.server):
+            reached = rank.reach(self.server)
+            assert reached is not None
+            rank.move_to(self.server, reached).close()
+
+
+def _is_at(rank: Rank, server: LoraServerConfig) -> bool:
+    assert rank.config.lora_server is not None
+    return rank.config.lora_server.address == server.address
+
+
+def _reached(
+    rank: Rank, leased: LeasedAdapters, server: LoraServerConfig
+) -> tuple[LoraServerClient, LeaseClient]:
+    client = rank.reach(server)
+    assert client is not None
+    try:
+        leases = leased.leases_at(client)
+    except BaseException:
+        client.close()
+        raise
+    end_s = time.monotonic() + GRANTS_S
+    while not leases.settled and time.monotonic() < end_s:
+        time.sleep(_LOOK_S)
+    return client, leases
+
+
+def _left(client: LoraServerClient, leases: LeaseClient) -> None:
+    leases.stop()
+    client.close()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from moe_lora.adapters.packed import PackedAdapter, entries_of_experts
-from moe_lora.config import EngineConfig
+from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.config.devices import device_name
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.progress import progress, silent
@@ -89,21 +89,22 @@ class Rank:
             else:
                 self.model = load_model(Path(config.model_dir), *held, show)
         self.layout = kv_layout(self.shard.shape, config.block_size, self.dtype)
-        self.lora_server = server = self._connect_lora_server()
+        self.lora_server = server = self.reach(config.lora_server)
         self.local_sites = [
             site.name
             for i, site in enumerate(self.shape.sites)
             if server is None or not server.partition.serves(i)
         ]
 
-    def _connect_lora_server(self) -> LoraServerClient | None:
+    def reach(self, server: LoraServerConfig | None) -> LoraServerClient | None:
+        """A connection to a LoRA Server, if any."""
         config = self.config
-        if config.lora_server is None:
+        if server is None:
             return None
         from moe_lora.dist.lora_server.attach import LoraServerClient
 
         return LoraServerClient(
-            config.lora_server,
+            server,
             self.shape,
             self.dtype,
             config.instance,
@@ -111,6 +112,14 @@ class Rank:
             client_ranks=config.expert_parallel,
             device=self.device,
         )
+
+    def move_to(self, server: LoraServerConfig, reached: LoraServerClient) -> LoraServerClient:
+        """Send rows to another LoRA Server, between steps; returns the former connection."""
+        former = self.lora_server
+        assert former is not None
+        reached.take_over(former)
+        self.lora_server, self.config = reached, replace(self.config, lora_server=server)
+        return former
 
     def free_bytes(self) -> int:
         """Free memory for this rank; on CPU the ranks share."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 RESTART_S = 300.0
 RestartLimit = Annotated[float, Query(gt=0, le=3600)]
+Layout = Annotated[str, Query(max_length=32)]
 InstanceNumber = Annotated[int, Query(ge=1, le=4096)]
 
 
@@ -165,7 +166,7 @@ def models_router(frontend: Frontend) -> APIRouter:
 def capacity_router(frontend: Frontend) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["capacity"], route_class=bounded_route(frontend.limits))
 
-    async def ask_server(method: str, *args: float) -> ServerState:
+    async def ask_server(method: str, *args: float | str) -> ServerState:
         if frontend.cluster.lora_server is None:
             raise ApiError(404, "there is no LoRA Server; start with --lora-server, or set max_loras")
         state: ServerState = await frontend.controller.call(method, *args)
@@ -193,6 +194,11 @@ def capacity_router(frontend: Frontend) -> APIRouter:
     async def resize(body: CapacityRequest) -> Response:
         """Hold up to `capacity` adapters from now on."""
         return JsonResponse(asdict(await ask_server("resize", body.capacity)))
+
+    @router.post("/lora_server/layout", response_model=None)
+    async def change_layout(layout: Layout, limit_s: RestartLimit = RESTART_S) -> Response:
+        """Have `layout`, such as EP4-PP1; without it within `limit_s`, the former server stays."""
+        return JsonResponse(asdict(await ask_server("change_layout", layout, limit_s)))
 
     @router.post("/lora_server/restart", response_model=None)
     async def restart(limit_s: RestartLimit = RESTART_S) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from anyio import fail_after
@@ -13,7 +13,7 @@ from anyio import fail_after
 from moe_lora.config import ProvisionConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.clock import Clock, WallClock
-from moe_lora.core.errors import CapacityError, EngineDeadError, LastProblem, LoraServerError
+from moe_lora.core.errors import CapacityError, ConfigError, EngineDeadError, LastProblem, LoraServerError
 from moe_lora.core.records import Outlook, ServerState
 from moe_lora.core.request import FleetStats
 from moe_lora.dist.lora_server.control import LoraServerAdmin
@@ -48,7 +48,10 @@ class CapacityController:
         self._server = server
         self._suffices = True
         self._problem = LastProblem()
-        self._restarting = asyncio.Lock()
+        self._changing = asyncio.Lock()
+        """Held by a restart, and by a change of the layout."""
+        self.relayout: Callable[[str, int, float], Awaitable[str]] | None = None
+        """Starts a server of this layout, capacity and limit_s; returns the address.  None: fixed."""
 
     async def run(self) -> None:
         """Evaluate until cancelled."""
@@ -97,7 +100,7 @@ class CapacityController:
         Instances compute an absent rank's part, so each restart waits for the rank before.  Raises
         LoraServerError if a rank, link or instance is missing after limit_s.
         """
-        async with self._restarting:  # a second restart would end the leader while a rank loads
+        async with self._changing:  # a second restart would end the leader while a rank loads
             before = state = await self._until_whole(limit_s)
             for server_rank in (*range(1, len(before.ranks)), 0):
                 if state.incarnation != before.incarnation:
@@ -107,9 +110,29 @@ class CapacityController:
                 state = await self._until_back(state, server_rank, limit_s)
             return state
 
-    async def _until_whole(self, limit_s: float) -> ServerState:
+    @verb
+    async def change_layout(self, layout: str, limit_s: float) -> ServerState:
+        """Replace the LoRA Server by one of this layout and the same capacity; returns the state then.
+
+        Raises ConfigError for an impossible or fixed layout, and for a failed start, after which the former
+        server serves on; LoraServerError if the server, or a link of the next one, is away.
+        """
+        if self.relayout is None:
+            raise ConfigError(
+                "the LoRA Server's layout is fixed: only moe-lora serve with one front end and --lora-server "
+                f"changes it while it serves; else start again with lora_server.layout={layout}"
+            )
+        async with self._changing:
+            before = await asyncio.to_thread(self._admin.state)
+            address = await self.relayout(layout, before.capacity, limit_s)
+            self._server = LoraServerAdmin(address, None)
+            return await self._until_whole(limit_s, f"the LoRA Server is {layout}, but")
+
+    async def _until_whole(
+        self, limit_s: float, what: str = "no rank of the LoRA Server was ended:"
+    ) -> ServerState:
         problem = (
-            f"no rank of the LoRA Server was ended: after limit_s={limit_s:g} not all of them are there with "
+            f"{what} after limit_s={limit_s:g} not all of them are there with "
             "their links to the instances (GET /v1/lora_server: ranks, unlinked); their logs say why"
         )
         return await self._until(lambda state: state.is_whole, limit_s, problem)

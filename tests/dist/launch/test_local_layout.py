@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keeper changes the layout of a host's LoRA Server: ranks and instances on paper."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+from anyio import CancelScope
+
+from moe_lora.config import EngineConfig, LoraServerConfig
+from moe_lora.config.cluster import ClusterConfig, read_cluster
+from moe_lora.config.devices import LORA_SERVER
+from moe_lora.config.optional_parts import ScalingConfig
+from moe_lora.core.errors import ConfigError, EngineDeadError, LoraServerError
+from moe_lora.dist.cluster.instances import InstanceRegistry
+from moe_lora.dist.launch import cluster_file as host_settings
+from moe_lora.dist.launch import local_layout
+from moe_lora.dist.launch.cluster_file import cluster_file
+from moe_lora.dist.launch.host_roles import Role, server_roles
+from moe_lora.dist.launch.local import Generation, OwnServer, local_lora_server
+from moe_lora.dist.launch.local_layout import LayoutChange
+from tests.patience import PATIENCE_S
+from tests.serve.demo_server import DEMO
+
+from .test_devices import Kept, kept
+
+
+@pytest.fixture(autouse=True)
+def _quick_looks(monkeypatch):
+    monkeypatch.setattr(local_layout, "_LOOK_S", 0.001)
+
+
+@dataclass
+class Ranks:
+    """Of two generations, as `HostRoles`.  error: of a start; None: ready at once; hangs: never ready."""
+
+    kept: list[str]
+    events: list[str]
+    error: Exception | None = None
+    hangs: bool = False
+
+    def add(self, role: Role) -> asyncio.Future[None]:
+        self.kept.append(role.name)
+        ready = asyncio.get_running_loop().create_future()
+        if self.error is not None:
+            ready.set_exception(self.error)
+        elif not self.hangs:
+            ready.set_result(None)
+        return ready
+
+    async def remove(self, name: str) -> None:
+        self.kept.remove(name)
+        self.events.append(f"ended {name}")
+
+
+class Engine:
+    """Of an instance.  A call may raise `errors` first."""
+
+    def __init__(self, host: Host, name: str) -> None:
+        self.host, self.name, self.errors = host, name, []
+
+    async def call(self, verb: str, address: str, layout: str) -> None:
+        if self.errors:
+            raise self.errors.pop()
+        assert verb == "join_lora_server"
+        assert self.host.file_layout == layout, "a process that starts meanwhile would read the former one"
+        self.host.events.append(f"moved {self.name}")
+        self.host.on_move(self.name)
+
+
+class Host:
+    """A host with two instances and a LoRA Server of EP2-PP1."""
+
+    def __init__(self, stack: ExitStack, **settings) -> None:
+        server = LoraServerConfig(
+            address="/f/lora-server", store_dir="/f/store", **{"layout": "EP2-PP1", **settings}
+        )
+        engine = EngineConfig(model_dir=str(DEMO / "model"), num_instances=2)
+        scaling = ScalingConfig(max_instances=3)
+        self.cluster = ClusterConfig(
+            engine=engine, served_model_name="m", lora_server=server, scaling=scaling
+        )
+        self.events: list[str] = []
+        self.file = stack.enter_context(cluster_file(replace(self.cluster, scaling=None)))
+        self.own = OwnServer()
+        roles = server_roles(2, self.file)
+        self.ranks = self.own.ranks = Ranks([role.name for role in roles], self.events)
+        self.own.now = Generation(self.cluster, roles, ExitStack())
+        self.registry = InstanceRegistry(())
+        self.running = {"instance-0", "instance-1"}
+        self.engines = {name: Engine(self, name) for name in sorted(self.running)}
+        for name, one in self.engines.items():
+            self.enter(name, one)
+        self.killed: list[str] = []
+        self.on_move = lambda name: None
+
+    @property
+    def file_layout(self) -> str:
+        return read_cluster(f"/dev/fd/{self.file}").lora_server.layout
+
+    def enter(self, name: str, engine: Engine) -> None:
+        entered = self.registry.enter(name, engine)
+        entered.live, entered.incarnation = True, "first"
+
+    def instance(self, name: str):
+        return next(one for one in self.registry.instances if one.name == name)
+
+    def kill(self, name: str) -> None:
+        self.killed.append(name)
+
+    def change(self, layout: str, limit_s: float = PATIENCE_S) -> str:
+        async def run() -> str:
+            made = LayoutChange(self.own, self.file, self, SimpleNamespace(instance_registry=self.registry))
+            return await made.to(layout, 7, limit_s)
+
+        return asyncio.run(run())
+
+    def check_unchanged(self) -> None:
+        assert self.ranks.kept == ["lora-server-0", "lora-server-1"]
+        assert self.own.now.cluster == self.cluster
+        assert self.file_layout == "EP2-PP1"
+        assert not [one for one in self.events if one.startswith("moved")]
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as found:
+        yield found
+
+
+def test_ranks_start_beside_the_former_ones_which_end_after_the_last_instance_has_moved(stack):
+    host = Host(stack)
+    address = host.change("EP4")
+    assert host.events == [
+        "moved instance-0",
+        "moved instance-1",
+        "ended lora-server-0",
+        "ended lora-server-1",
+    ]
+    assert host.ranks.kept == [f"EP4-PP1 lora-server-{rank}" for rank in range(4)]
+    server = read_cluster(f"/dev/fd/{host.file}").lora_server
+    assert (server.address, server.layout, server.capacity) == (address, "EP4-PP1", 7)
+    [file] = {role.fds for role in host.own.now.roles}
+    assert read_cluster(f"/dev/fd/{file[0]}").lora_server == server
+    assert host.change("EP4-PP1") == address, "nothing to change"
+    host.change("EP2-PP1")
+    assert host.ranks.kept == [f"EP2-PP1 lora-server-{rank}" for rank in range(2)]
+
+
+def test_instances_that_start_or_end_meanwhile_are_moved_too(stack):
+    """A start may have read the former file; a call to a dead process fails."""
+    host = Host(stack)
+    host.running.add("instance-2")
+
+    def on_move(name: str) -> None:
+        if host.events.count("moved instance-1") == 1 and "instance-2" not in host.engines:
+            host.instance("instance-0").incarnation = "second"
+            host.engines["instance-2"] = Engine(host, "instance-2")
+            host.engines["instance-2"].errors = [EngineDeadError("gone"), LoraServerError("away")]
+            host.enter("instance-2", host.engines["instance-2"])
+
+    host.on_move = on_move
+    host.change("EP4-PP1")
+    moves = [one for one in host.events if one.startswith("moved")]
+    assert sorted(moves) == ["moved instance-0"] * 2 + ["moved instance-1", "moved instance-2"]
+    assert not host.killed
+
+
+def test_an_instance_that_can_not_move_starts_again(stack, monkeypatch):
+    host, limits = Host(stack), []
+
+    def limit(limit_s: float) -> CancelScope:
+        limits.append(CancelScope())
+        return limits[0]
+
+    def fails(*args: str) -> None:
+        if "moved instance-0" in host.events:
+            limits[0].cancel()
+        raise LoraServerError("away")
+
+    monkeypatch.setattr(local_layout, "move_on_after", limit)
+    monkeypatch.setattr(host.engines["instance-1"], "call", fails)
+    host.change("EP4-PP1")
+    assert host.killed == ["instance-1"]
+    assert len(host.ranks.kept) == 4
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "why"),
+    [
+        ("EP3-PP1", {}, "3 does not divide num_experts"),
+        ("PP99", {}, "99 stages are more than num_layers"),
+        ("four", {}, "is no layout"),
+        ("EP4-PP1", {"device_puts": "ibgda"}, "device_puts joins devices that start together"),
+    ],
+)
+def test_an_impossible_layout_changes_nothing(stack, layout, settings, why):
+    host = Host(stack, **settings)
+    with pytest.raises(ConfigError, match=why):
+        host.change(layout)
+    host.check_unchanged()
+
+
+def test_devices_are_those_beside_the_instances_or_too_few(stack, monkeypatch):
+    host = Host(stack)
+    monkeypatch.setattr(host_settings, "count_devices", lambda: 6)
+    own = {**{f"instance-{number}": (number,) for number in range(3)}, LORA_SERVER: (3, 4)}
+    host.own.now.cluster = host.cluster = replace(host.cluster, devices=own)
+    with pytest.raises(ConfigError, match="4 LoRA Server ranks = 4 devices"):
+        host.change("EP4-PP1")
+    host.check_unchanged()
+    host.change("EP1-PP2")
+    assert read_cluster(f"/dev/fd/{host.file}").devices[LORA_SERVER] == (3, 4)
+    host.change("PP3")
+    assert read_cluster(f"/dev/fd/{host.file}").devices[LORA_SERVER] == (3, 4, 5)
+
+
+def test_ranks_that_do_not_start_end_and_the_former_ones_stay(stack):
+    host = Host(stack)
+    host.ranks.error = ConfigError("no memory")
+    with pytest.raises(ConfigError, match="no memory"):
+        host.change("EP4-PP1")
+    host.check_unchanged()
+    host.ranks.error, host.ranks.hangs = None, True
+    with pytest.raises(LoraServerError, match=r"EP4-PP1 did not start within limit_s=0\.01"):
+        host.change("EP4-PP1", limit_s=0.01)
+    host.check_unchanged()
+    host.ranks.hangs = False
+    host.change("EP4-PP1")
+
+
+def test_ranks_beside_scaling_instances_read_their_file(stack, monkeypatch):
+    kept(monkeypatch, local_lora_server(Host(stack).cluster))
+    assert Kept.cluster.lora_server.layout == "EP2-PP1"
