@@ -19,9 +19,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark cells as slow; the others have each value of each parameter with each instruction set."""
     grids: dict[tuple[str, str], list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and "isa" in item.fixturenames:
-            if Path(__file__).parent in item.path.parents:
-                grids[item.nodeid.partition("[")[0], item.callspec.params["isa"]].append(item)
+        is_here = Path(__file__).parent in item.path.parents
+        if is_here and isinstance(item, pytest.Function) and "isa" in item.fixturenames:
+            grids[item.nodeid.partition("[")[0], item.callspec.params["isa"]].append(item)
     for cells in grids.values():
         values = {one: {(name, repr(value)) for name, value in one.callspec.params.items()} for one in cells}
         missing, others = set().union(*values.values()), dict(values)
