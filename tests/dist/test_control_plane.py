@@ -193,6 +193,7 @@ def test_a_front_end_that_is_killed_leaves_the_other(running, expected):
     assert cluster.over("one", [("more", prompt) for _, prompt in REQUESTS[:2]]).answers()
 
 
+@pytest.mark.slow
 def test_without_front_ends_or_controller_instances_still_know_what_is_served(running, expected):
     """All that decided is killed; nothing but the instances says that something was loaded over HTTP."""
     cluster = running.cluster
