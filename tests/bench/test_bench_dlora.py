@@ -30,6 +30,7 @@ from bench.dlora.dlora_replicas import figures as replica_figures
 from bench.dlora.dlora_simulated import SYSTEMS, batching_points, of_seeds, rate_at_slo
 from bench.harness.random_model import TINY
 from bench.harness.records import Recorder
+from tests.grids import with_quick
 
 SHORT = Work(skewness=16, rate_per_s=4.0, duration_s=4.0)
 
@@ -77,7 +78,7 @@ def test_points_say_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {config["load"] for config in seen} == {1.0, 0.5}
 
 
-@pytest.mark.parametrize("system", FLEETS)
+@pytest.mark.parametrize("system", with_quick(FLEETS, FLEETS[2:]))
 def test_replicas_serve_everybody(system: str) -> None:
     work = replace(WORK, duration_s=1.0)
     found = replica_figures(system, work)

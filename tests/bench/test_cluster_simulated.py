@@ -27,6 +27,7 @@ from moe_lora.provision.placement.placement import PLACEMENTS
 from moe_lora.provision.replayed.system import simulate as run_system
 from moe_lora.report.results import read_results
 from moe_lora.timing.step_model import Row
+from tests.grids import with_quick
 
 
 def same_rank(count: int, rank: int) -> list[Row]:
@@ -66,7 +67,7 @@ def test_plans_keep_their_draws_at_any_rate(systems):
         assert (one.adapter, one.prompt_tokens) == (other.adapter, other.prompt_tokens)
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", with_quick(SYSTEMS, ("loraserve", "optimal")))
 def test_a_run_is_given_up_if_and_only_if_its_p95_is_beyond_the_slo(systems, name):
     made = next(contestants(name))
     verdicts = set()

@@ -245,6 +245,7 @@ for module in {modules!r}:
 """
 
 
+@pytest.mark.slow
 def test_parts_of_kernels_need_nothing_that_is_carried() -> None:
     """So that they run where a tree came without wheels: `sampling` and engines do not."""
     pytest.importorskip("triton")

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -131,6 +133,7 @@ def test_memory_is_bounded_and_every_interval_ends_once(steps):
         assert num_added == len(ghosts) + len(noted.intervals)
 
 
+@cache
 def after_ten_minutes(max_ghosts: int) -> Columns:
     """60 prompts of a block that all come back every 60 s, in a cache that keeps six of them."""
     policy = Recency(traits=Traits(learns_reuse=True))

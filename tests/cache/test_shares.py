@@ -12,6 +12,7 @@ from moe_lora.cache.orders import Readiness
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.policies.caching.caching import CACHING_POLICIES, make_caching_policy
 from moe_lora.timing.host_times import CacheCosts
+from tests.grids import diagonal
 
 from .consistency import check
 from .test_unified_adapters import bring, confirm, leave_history
@@ -62,8 +63,7 @@ def num_own(cache: UnifiedCache) -> int:
 POLICIES = sorted(set(CACHING_POLICIES) - {"slora"})  # which keeps nothing for anybody
 
 
-@pytest.mark.parametrize("num_host_pages", [0, NUM_PAGES])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("num_host_pages", "policy"), diagonal((0, NUM_PAGES), POLICIES))
 def test_cold_adapters_of_one_tenant_leave_anothers_where_they_are(policy, num_host_pages):
     sizes = {"num_host_pages": num_host_pages}
     if policy == "static":  # a fifth of it is adapters'

@@ -76,7 +76,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.use.finish()
 
 
-CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=50, deadline=None)
 TestCacheMachine = CacheMachine.TestCase
 
 
@@ -91,7 +91,7 @@ def run(policy: str, num_operations: int, *, check_every: int) -> None:
 
 @pytest.mark.parametrize("policy", sorted(CACHING_POLICIES))
 def test_no_page_leaks_or_gets_two_owners(policy):
-    run(policy, 1250, check_every=3)
+    run(policy, 500, check_every=3)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from moe_lora.core.progress import silent
 from moe_lora.models.quantised_checkpoint import quantise_checkpoint
 from moe_lora.models.quantised_weight import quantisation_of
 from tests.families import BESIDE_FAMILIES, FURTHER, RECURRENT_FAMILIES, later
+from tests.grids import with_quick
 
 from .combinations import FACTORS, beside_rows, is_possible, title
 from .covering import Row, all_rows, covering_rows, pairs_of, rows_of_all_values
@@ -60,7 +61,7 @@ def test_bits_and_tokens_are_those_of_the_local_backend(row: Row, expected: Expe
     assert not complaints, f"{title(row)}: {'; '.join(complaints)}"
 
 
-@pytest.mark.parametrize("sites", ["all", "experts"])
+@pytest.mark.parametrize("sites", with_quick(["all", "experts"], ["experts"]))
 def test_small_arena_beside_a_server_changes_no_token(sites: str, expected: Expected) -> None:
     """All its pages are for KV, or for KV and the dense part of adapters."""
     model, tokens = expected("mixtral", "float32")

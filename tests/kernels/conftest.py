@@ -3,13 +3,33 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from moe_lora.kernels.cpu import cpu
 from moe_lora.kernels.cpu import library as cpu_library
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark cells as slow; the others have each value of each parameter with each instruction set."""
+    grids: dict[tuple[str, str], list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        is_here = Path(__file__).parent in item.path.parents
+        if is_here and isinstance(item, pytest.Function) and "isa" in item.fixturenames:
+            grids[item.nodeid.partition("[")[0], item.callspec.params["isa"]].append(item)
+    for cells in grids.values():
+        values = {one: {(name, repr(value)) for name, value in one.callspec.params.items()} for one in cells}
+        missing, others = set().union(*values.values()), dict(values)
+        while missing:
+            cell = max(others, key=lambda one: len(values[one] & missing))
+            missing -= others.pop(cell)
+        for cell in others:
+            cell.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=["amx_bf16", "amx_emulated", "avx512_bf16", "avx512", "avx2", "portable"])

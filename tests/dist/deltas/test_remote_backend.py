@@ -19,6 +19,7 @@ from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import Lease, RoutedAdapter, RowRouting, Source, local_routing, no_terms
 from tests.dist.lora_server.cluster import CPU, Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
+from tests.grids import diagonal
 from tests.slots import write_slot
 
 NUM_ROWS, LAYERS = 37, (0, 3)
@@ -106,8 +107,7 @@ def assert_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
         assert torch.equal(left, right)
 
 
-@pytest.mark.parametrize("layout", ["EP1-PP1", "EP2-PP2", "DP2"])
-@pytest.mark.parametrize("num_experts", [8, 0], ids=["experts", "dense"])
+@pytest.mark.parametrize(("layout", "num_experts"), diagonal(("EP1-PP1", "EP2-PP2", "DP2"), (8, 0)))
 def test_same_deltas_as_the_local_backend_bit_for_bit(layout, num_experts):
     """Messages hold 5 rows of 37, two of them may be under way."""
     shape = model_shape(num_experts)

@@ -28,6 +28,7 @@ from tests.dist.cluster_jobs import until
 from tests.dist.lora_server.cluster import random_adapter
 from tests.dist.lora_server.shapes import model_shape
 from tests.families import make_adapter, make_checkpoint
+from tests.grids import with_quick
 from tests.models.harness import Harness
 from tests.patience import PATIENCE_S
 from tests.stopped_processes import stop
@@ -193,7 +194,7 @@ def test_worker_that_stops_is_given_up_and_started_again(served):
     assert served.backend.num_fallback_rows == 0
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("streamed", with_quick([False, True], [False]))
 def test_worker_that_dies_in_its_start_says_how_in_the_log(tmp_path, caplog, streamed):
     no_core = 1 << 14
     layout, store = FrameLayout(model_shape(0), torch.float32, 4), HostStore(tmp_path)

@@ -24,6 +24,7 @@ from tests.dist.deltas.test_remote_backend import (
 )
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
+from tests.grids import diagonal
 from tests.patience import PATIENCE_S
 
 WARM, B, C = (letter * 64 for letter in "abc")
@@ -53,8 +54,9 @@ def with_host_workers(shape, layout: str) -> Cluster:
     return cluster
 
 
-@pytest.mark.parametrize("layout", ["EP1-PP1", "EP2-PP1", "EP1-PP2", "DP2"])
-@pytest.mark.parametrize("num_experts", [8, 0], ids=["experts", "dense"])
+@pytest.mark.parametrize(
+    ("layout", "num_experts"), diagonal(("EP1-PP1", "EP2-PP1", "EP1-PP2", "DP2"), (8, 0))
+)
 def test_rows_of_layers_that_are_loading_have_the_bits_of_those_that_are_there(
     layout, num_experts, monkeypatch
 ):

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
+from math import prod
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,6 +72,61 @@ def interpret_faster() -> None:
         return convert(data, source, target, rounding)
 
     interpreter._get_np_dtype, interpreter._convert_float = known_dtype, converted
+    keep_types(tl)
+    call_directly(interpreter)
+
+
+def keep_types(tl: ModuleType) -> None:
+    """Make each type of a block and each shape of a value once; values of equal types need no common type."""
+    from triton.language.semantic import TritonSemantic
+
+    shapes: dict[tuple[int, ...], tuple[object, object]] = {}
+    blocks: dict[tuple[str, tuple[int, ...]], dict[str, object]] = {}
+    make_block, checked = tl.block_type.__init__, TritonSemantic.binary_op_type_checking_impl
+    same = {tl.float32, tl.int32, tl.int64}
+
+    def make_tensor(self: tl.tensor, handle: object, kind: tl.dtype) -> None:
+        shape = tuple(kind.shape.values) if kind.is_block() else ()
+        if shape not in shapes:
+            shapes[shape] = tl.core.tuple([tl.constexpr(one) for one in shape]), tl.constexpr(prod(shape))
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = shapes[shape]
+
+    def make_block_once(self: tl.block_type, element: tl.dtype, shape: Sequence[int]) -> None:
+        if type(element) is not tl.dtype:
+            return make_block(self, element, shape)
+        key = element.name, tuple(getattr(one, "value", one) for one in shape)
+        if key not in blocks:
+            make_block(self, element, shape)
+            blocks[key] = vars(self).copy()
+        vars(self).update(blocks[key])
+        return None
+
+    def checked_if_unequal(
+        self: TritonSemantic, lhs: object, rhs: object, *rest: bool, **how: bool
+    ) -> tuple[object, object]:
+        if type(lhs) is type(rhs) is tl.tensor and lhs.shape is rhs.shape and lhs.dtype is rhs.dtype in same:
+            return lhs, rhs
+        return checked(self, lhs, rhs, *rest, **how)
+
+    tl.tensor.__init__, tl.block_type.__init__ = make_tensor, make_block_once
+    TritonSemantic.binary_op_type_checking_impl = checked_if_unequal
+
+
+def call_directly(interpreter: ModuleType) -> None:
+    """Call what a function of the language wraps: not the check that there is a compiler."""
+    semantic = interpreter.interpreter_semantic
+
+    def patch(obj: object, name: str, member: Callable[..., object], _: object, scope: Any) -> None:
+        inner = getattr(member, "__wrapped__", member)
+
+        def call(*args: object, **kwargs: object) -> object:
+            kwargs["_semantic"] = semantic
+            return inner(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch
 
 
 @pytest.hookimpl(tryfirst=True)

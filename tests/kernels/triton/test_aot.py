@@ -95,14 +95,20 @@ def cache(tmp_path_factory) -> Iterator[Path]:
         yield folder
 
 
-def test_sgmv_compiles_to_the_pipeline_it_was_written_for(cache, tmp_path):
+def test_sgmv_requires_copies_by_tma_in_prefill_alone():
     builds = [wgmma_build("wgmma_shrink", phase) for phase in configs.PHASES]
     assert [sass.TMA in build.required for build in builds] == [False, True]
+
+
+@pytest.mark.slow
+def test_sgmv_compiles_to_the_pipeline_it_was_written_for(cache, tmp_path):
+    builds = [wgmma_build("wgmma_shrink", phase) for phase in configs.PHASES]
     Owned(tmp_path / "collected")
     assert aot.check(builds, processes=1) == []
     assert not (tmp_path / "collected").exists(), "by a worker"
 
 
+@pytest.mark.slow
 def test_what_was_compiled_is_found_in_its_folder(cache):
     """By a second run, as a launch beside a GPU looks for it."""
     build, found = wgmma_build("wgmma_shrink"), []
@@ -189,19 +195,23 @@ def test_prompts_attend_by_wgmma_and_decode_in_parts():
     places = {(b.dtype, b.meta["HEAD_DIM"], b.meta["GROUP"], b.meta["SINGLE"]) for b in builds}
     assert places >= set(itertools.product(("bf16",), (64, 128), (1, 4, 5, 8), (True, False)))
     assert all(("HGMMA" in b.required) == (not b.meta["SINGLE"] and b.dtype != "fp32") for b in builds)
-    largest = [b for b in builds if b.required and b.label == "head_dim=128 group=8 window, sinks"]
-    assert aot.check(largest[:1], processes=1) == []
 
 
-def test_quantised_layers_are_built_in_every_format_and_compile_to_tensor_cores(builds):
+@pytest.mark.slow
+def test_prompts_and_quantised_layers_compile_to_tensor_cores(builds):
+    attention = [b for b in aot.attention_builds() if b.kernel == "attend" and b.required]
+    largest = next(b for b in attention if b.label == "head_dim=128 group=8 window, sinks")
+    quantised = [b for b in builds if b.kernel == "quantised_tiles" and b.meta["NAME"] == "int4"]
+    assert aot.check([largest, next(b for b in quantised if b.meta["HAS_ZERO"])], processes=1) == []
+
+
+def test_quantised_layers_are_built_in_every_format_for_tensor_cores(builds):
     builds = [build for build in builds if build.kernel == "quantised_tiles"]
     assert {(one.dtype, one.meta["NAME"]) for one in builds} == set(
         itertools.product(("bf16", "fp16", "fp32"), ("int8", "int4", "fp8", "mxfp4"))
     )
     assert len({(one.meta["HAS_IDS"], one.meta["APART"], one.meta["BLOCK_T"]) for one in builds}) == 4
     assert all(one.required == (() if one.dtype == "fp32" else (sass.TENSOR_CORES,)) for one in builds)
-    chosen = next(one for one in builds if one.meta["NAME"] == "int4" and one.meta["HAS_ZERO"])
-    assert aot.check([chosen], processes=1) == []
 
 
 def test_numbers_of_a_batch_are_in_no_tuple_where_triton_would_compile_for_each_value(builds):

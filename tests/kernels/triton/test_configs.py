@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -17,6 +17,7 @@ import torch
 from bench.kernels.lora_spaces import config_space, save_table
 from moe_lora.kernels.triton import configs
 from moe_lora.kernels.triton.lora.triton_lora import choose, forced
+from tests.kernels.forked import output_of_fork
 from tests.kernels.kernel_cases import QKV
 
 TABLE = configs.load_table(configs.FALLBACK)
@@ -187,13 +188,18 @@ def test_choices_must_cover_every_rank_once():
     assert choose(QKV, "bf16", replace(TABLE, choices=both)) == both
 
 
-def test_package_imports_without_triton():
-    code = (
-        "import sys; sys.modules['triton'] = None\n"
-        "from moe_lora.kernels.triton import configs\n"
-        "from moe_lora.kernels.triton.lora import triton_lora\n"
-        "try: configs.kernels('lora.wgmma_expand')\n"
-        "except ImportError as error: assert 'pip install triton' in str(error), error\n"
-        "else: raise SystemExit(1)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+def import_without_triton() -> None:
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "triton" or name.startswith("moe_lora.kernels."):
+            del sys.modules[name]
+    sys.modules["triton"] = None
+    fresh = importlib.import_module("moe_lora.kernels.triton.configs")
+    importlib.import_module("moe_lora.kernels.triton.lora.triton_lora")
+    assert fresh is not configs
+    with pytest.raises(ImportError, match="pip install triton"):
+        fresh.kernels("lora.wgmma_expand")
+    print("imported")
+
+
+def test_package_imports_without_triton(tmp_path):
+    assert output_of_fork(import_without_triton, tmp_path / "out") == "imported\n"

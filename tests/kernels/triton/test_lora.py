@@ -32,11 +32,11 @@ OWN = [
 KINDS = ["distinct", "uniform", "zipf", "identical"]
 # Every popularity with one dtype of each algorithm, the other dtypes with one popularity.
 GRID = [(*own, kind) for own in (OWN[0], OWN[3]) for kind in KINDS] + [(*own, "zipf") for own in OWN[1:3]]
-# In every run: each algorithm at each site with mixed segments; segments of one row each and of all rows with
-# tiles and without them; each dtype.  `vector` is the same code for rows of any alignment.
+# In every run: each algorithm at each site and with each popularity: segments of one row each, of all rows
+# and mixed ones; each dtype.  `vector` is the same code for rows of any alignment.
 QUICK = {
-    *((*own, "zipf", site) for own in (OWN[0], OWN[3]) for site in SITES),
-    *((*own, kind, ODD) for own in (OWN[0], OWN[3]) for kind in ("distinct", "identical")),
+    *((*OWN[0], KINDS[number % 4], site) for number, site in enumerate(SITES)),
+    *((*OWN[3], KINDS[(number + 2) % 4], site) for number, site in enumerate(SITES)),
     (*OWN[1], "zipf", QKV),
     (*OWN[2], "zipf", DOWN),
 }

@@ -14,7 +14,7 @@ from bench.provision.provision_reference import (
     residencies,
 )
 from moe_lora.provision.admission.iar import expected_active, immediate_admissibility_rate, min_capacity
-from tests.grids import diagonal
+from tests.grids import diagonal, with_quick
 
 from .popularities import global_batches, popularities, residency, two_levels, zipf
 
@@ -65,7 +65,7 @@ def test_equals_the_printed_dynamic_program(p: np.ndarray, global_batch: float, 
     assert immediate_admissibility_rate(p, global_batch, capacity) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("global_batch", [15.0, 60.0, 6000.0])
+@pytest.mark.parametrize("global_batch", with_quick([15.0, 60.0, 6000.0], [60.0]))
 def test_equals_the_printed_dynamic_program_at_60_adapters(global_batch: float) -> None:
     p = zipf(60, 1.2)
     for capacity in (1, 7, 20, 45, 59):
@@ -97,8 +97,9 @@ def test_capacity_of_the_printed_algorithm_at_512_adapters(s: float) -> None:
     assert min_capacity(p, 256, 0.95) == min_capacity_by_scan(p, 256, 0.95, rate_as_printed_vectorised)
 
 
-@pytest.mark.parametrize("global_batch", [750.0, 3000.0, 3e5])
-@pytest.mark.parametrize("shape", ["zipf", "dirichlet", "near one rate"])
+@pytest.mark.parametrize(
+    ("global_batch", "shape"), diagonal((750.0, 3000.0, 3e5), ("zipf", "dirichlet", "near one rate"))
+)
 def test_many_adapters_stay_within_the_stated_error(shape: str, global_batch: float) -> None:
     rng = np.random.default_rng(5)
     weights = {

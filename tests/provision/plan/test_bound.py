@@ -88,7 +88,7 @@ def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @settings(
-    max_examples=8,
+    max_examples=4,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

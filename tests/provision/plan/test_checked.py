@@ -103,6 +103,7 @@ def test_margin_is_load_that_is_replayed_too(plan: Plan, trace: Trace) -> None:
     assert (more.checked[0].loads_per_s, more.inputs["load_margin"]) > (0.0, 0.5)
 
 
+@pytest.mark.slow
 def test_load_that_nothing_holds_is_refused_with_what_it_misses(trace: Trace) -> None:
     with pytest.raises(SloError, match="steps are the longer term"):
         checked_plan(inputs(**LOAD, slo_ttft_s=0.02), trace)

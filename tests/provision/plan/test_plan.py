@@ -39,15 +39,15 @@ def test_plan_holds_the_named_keys_and_is_json() -> None:
 
 
 def test_plan_is_what_its_parts_say() -> None:
-    plan = planned()
+    plan, popularity = planned(num_adapters=128), zipf(128)
     load = plan.global_batch
     assert load == pytest.approx(25 * 230 * plan.tpot_s, rel=1e-4)  # Little's law
-    assert plan.capacity_paper == min_capacity(zipf(), load, 0.95)
+    assert plan.capacity_paper == min_capacity(popularity, load, 0.95)
     assert plan.capacity == plan.capacity_corrected
-    assert plan.iar == immediate_admissibility_rate(zipf(), load, plan.capacity)
-    assert plan.iar_corrected == corrected_admissibility_rate(zipf(), load, plan.capacity) >= 0.95
-    assert corrected_admissibility_rate(zipf(), load, plan.capacity - 1) < 0.95
-    assert plan.expected_active == expected_active(zipf(), load)
+    assert plan.iar == immediate_admissibility_rate(popularity, load, plan.capacity)
+    assert plan.iar_corrected == corrected_admissibility_rate(popularity, load, plan.capacity) >= 0.95
+    assert corrected_admissibility_rate(popularity, load, plan.capacity - 1) < 0.95
+    assert plan.expected_active == expected_active(popularity, load)
     assert plan.slots >= plan.capacity
     assert plan.total_gpus == plan.lora_server_gpus + 2 * plan.instances
     layer = plan.layer_ms
@@ -74,7 +74,7 @@ def test_plan_is_what_its_parts_say() -> None:
 def test_plan_of_every_known_model_is_a_file_that_serve_takes(
     tmp_path: Path, model: str, gpus: int | None
 ) -> None:
-    plan = planned(model, gpus=gpus)
+    plan = planned(model, num_adapters=8, gpus=gpus)
     text = plan_yaml(plan, None)
     assert "placeholder" in text
     (tmp_path / "plan.yaml").write_text(text)
@@ -98,7 +98,7 @@ def test_yaml_with_a_folder_and_adapters_has_no_placeholder(tmp_path: Path) -> N
 
 
 def test_serviceable_rate_is_where_the_budget_stops_holding_the_load() -> None:
-    given = {"gpus": 16, "probabilities": zipf(64)}
+    given = {"gpus": 16, "probabilities": zipf(16)}
     rate = make_plan(inputs(**given)).serviceable_rate_per_s
     assert rate is not None
     assert make_plan(inputs(**given, rate_per_s=rate * 0.999)).total_gpus <= 16
@@ -122,7 +122,7 @@ def test_instances_grow_until_their_batches_meet_the_equations() -> None:
 
 def test_ttft_slo_shorter_than_one_step_is_refused_with_the_term() -> None:
     with pytest.raises(SloError, match=r"loading the first layer takes .* steps .* the steps are the longer"):
-        planned(slo_ttft_s=0.01)
+        planned(num_adapters=8, slo_ttft_s=0.01)
 
 
 def test_first_layers_load_is_part_of_the_ttft() -> None:
@@ -133,10 +133,10 @@ def test_first_layers_load_is_part_of_the_ttft() -> None:
 
 
 def test_printed_form_of_the_adapter_names_the_other_ones_bytes() -> None:
-    said = " ".join(planned("Qwen3-30B-A3B").assumptions)
+    said = " ".join(planned("Qwen3-30B-A3B", 8).assumptions)
     assert "3.32 GB" in said
     assert "2.52 GB" in said
-    assert "24" in " ".join(planned("GPT-OSS-20B").assumptions)
+    assert "24" in " ".join(planned("GPT-OSS-20B", 8).assumptions)
 
 
 def test_assumptions_name_defaults_of_the_network_beside_a_server_alone() -> None:
@@ -242,7 +242,7 @@ def test_predicted_tpot_keeps_just_its_own_batch_running() -> None:
 
 
 def test_instances_grow_until_the_first_token_is_in_time() -> None:
-    room = {"rate_per_s": 320, "estimator": "corrected", "probabilities": zipf(64)}
+    room = {"rate_per_s": 320, "estimator": "corrected", "probabilities": zipf(24)}
     tight, loose = make_plan(inputs(**room, slo_ttft_s=0.08)), make_plan(inputs(**room, slo_ttft_s=1.0))
     assert tight.instances > loose.instances
     assert loose.p95_ttft_s is not None
@@ -255,7 +255,7 @@ def test_plan_with_fewer_slots_than_active_adapters_says_how_long_the_others_wai
     assert crowded.capacity < crowded.expected_active
     assert crowded.mean_wait_s > 0
     assert "who has to wait, waits" in "\n".join(plan_lines(crowded))
-    assert "who has to wait" not in "\n".join(plan_lines(planned()))
+    assert "who has to wait" not in "\n".join(plan_lines(planned(num_adapters=128)))
 
 
 def test_memory_of_the_written_file_holds_the_planned_adapters(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def cluster_of(model: str) -> Cluster:
     return Cluster(inputs(model))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     capacity=st.integers(1, 600),
     num_instances=st.integers(1, 12),

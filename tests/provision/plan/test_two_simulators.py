@@ -17,6 +17,7 @@ from moe_lora.provision.plan.two_simulators import FAST, REAL, Latencies, both, 
 from moe_lora.workload.replay_plan import HASH_BLOCK_TOKENS
 from moe_lora.workload.traces.records import Trace
 from moe_lora.workload.traces.traces import read_trace
+from tests.grids import with_quick
 
 from .plans import inputs, zipf
 
@@ -79,7 +80,7 @@ def test_both_simulators_agree_on_a_plan(place: SizedCluster, tmp_path: Path) ->
     assert real.in_slo == pytest.approx(fast.in_slo, abs=FARTHEST_IN_SLO)
 
 
-@pytest.mark.parametrize("place", [COUPLED, SERVED], ids=str)
+@pytest.mark.parametrize("place", with_quick([COUPLED, SERVED], [SERVED]), ids=str)
 def test_overload_misses_the_slos_on_both(place: SizedCluster, tmp_path: Path) -> None:
     trace = chats(tmp_path)
     fast, real = replayed(planned(trace), place, trace, num_requests=300, rate_per_s=4 * RATE_PER_S)

@@ -32,7 +32,8 @@ class First:
 
 ENGINE = EngineConfig(
     **{"model_dir": CONFIG.model_dir, "adapters": ADAPTERS, "dtype": "float32", "eager": True},
-    max_num_seqs=3,
+    max_num_seqs=2,
+    num_threads=1,
     num_instances=2,
 )
 
@@ -61,7 +62,7 @@ async def tokens_of(fleet: FleetClient, request: GenerateRequest) -> list[int]:
 
 def test_requests_leave_an_instance_where_they_queue():
     cluster = cluster_of(migration_interval_s=0.1, migration_queue_s=0.05)
-    requests = [ask(number) for number in range(10)]
+    requests = [ask(number) for number in range(4)]
 
     async def run() -> None:
         async with local_instances(cluster, router=First()) as controlled:
