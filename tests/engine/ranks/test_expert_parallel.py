@@ -100,7 +100,10 @@ def comes_true(condition: Callable[[], bool], within_s: float = PATIENCE_S) -> b
     ("family", "size"),
     [
         *((family, 2) for family in (*MOE_FAMILIES, *BESIDE_FAMILIES)),
-        *(pytest.param(*one.values, 2, marks=one.marks) for one in later(families=FURTHER_MOE)),
+        *(
+            pytest.param(*one.values, 2, marks=one.marks)
+            for one in later("granitemoe", "phimoe", families=FURTHER_MOE)
+        ),
         pytest.param("mixtral", 4, marks=SLOW),
     ],
 )

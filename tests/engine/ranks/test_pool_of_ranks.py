@@ -58,7 +58,7 @@ def files(client: InProcessClient) -> list[Path]:
 @pytest.mark.parametrize(
     ("family", "numbers", "transport"),
     [
-        ("llama", TENSOR, "gloo"),
+        pytest.param("llama", TENSOR, "gloo", marks=pytest.mark.slow),
         ("mixtral", EXPERTS, "shm"),
         pytest.param("qwen3_moe", TENSOR | EXPERTS, "shm", marks=pytest.mark.slow),
         pytest.param("gpt_oss", TENSOR, "shm", marks=pytest.mark.slow),

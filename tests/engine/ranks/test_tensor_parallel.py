@@ -38,7 +38,7 @@ def assert_answers_are_peft_s(llm: LLM, model) -> None:
 
 CASES = [
     *((family, 2, 1) for family in (*FAMILIES, *BESIDE_FAMILIES)),
-    *(pytest.param(*one.values, 2, 1, marks=one.marks) for one in later("olmoe")),
+    *(pytest.param(*one.values, 2, 1, marks=one.marks) for one in later("qwen2", "olmoe", "granite", "phi3")),
     ("mixtral", 2, 2),
     *(pytest.param(family, 2, 2, marks=SLOW) for family in (*MOE_FAMILIES[1:], *BESIDE_FAMILIES)),
     *(pytest.param(family, 4, 1, marks=SLOW) for family in FAMILIES),  # more than KV heads
