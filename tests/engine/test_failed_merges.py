@@ -177,6 +177,7 @@ def test_merge_that_fails_on_rank_0_is_undone_on_all_ranks(served, monkeypatch):
         assert llm.stats().merges > 0
 
 
+@pytest.mark.slow
 def test_merge_that_fails_on_a_follower_is_undone_on_all_ranks(served, monkeypatch):  # noqa: F811
     model = served("mixtral")
     use(monkeypatch, EveryMode(2))

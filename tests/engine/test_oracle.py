@@ -22,8 +22,9 @@ WAYS = {
     "few_pages": {"kv_cache_gb": "just_enough", "max_model_len": 128},
 }
 QUICK = {
-    **dict.fromkeys(("llama", "gpt_oss"), tuple(WAYS)),
-    "qwen3_5_moe": ("chunked_prefill", "few_pages"),
+    "llama": tuple(WAYS),
+    "gpt_oss": ("few_pages",),
+    "qwen3_5_moe": ("few_pages",),
     "deepseek_v3": ("chunked_prefill",),
 }
 """Further ways in the default run.  A state that recurs has code of its own for preemption."""

@@ -72,6 +72,7 @@ def test_the_compiler_is_asked_once_for_each_layer_and_number_of_rows(family, se
     assert len(graphs) == 2 * (2 if family == "gpt_oss" else 1)
 
 
+@pytest.mark.slow
 def test_code_for_any_number_of_rows_is_asked_for_once(served, asked, graphs):
     model = served("mixtral")
     harness = Harness(model.model_dir, model.adapters, max_sequences=32)

@@ -40,6 +40,7 @@ def harness(request, tmp_path_factory):
     return Harness(base, adapters, max_sequences=48)
 
 
+@pytest.mark.slow
 def test_replayed_steps_are_those_launched_one_by_one(harness, monkeypatch):
     monkeypatch.setattr(step_graphs, "RANK_STEP", 8)
     monkeypatch.setattr(step_graphs, "FIRST_CONTEXT", 2)
