@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -18,7 +16,6 @@ VARIABLES = {"enable_thinking": False, "custom": {"a": 1}}
 DOCUMENTS = [{"title": "T", "text": "x"}]
 
 
-@cache
 def ours(source):
     return Tokenizer(characters(), special_tokens=TOKENS, chat_template=source)
 
