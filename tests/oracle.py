@@ -212,7 +212,7 @@ def _decisions(gate: Any, logits: torch.Tensor, top_k: int) -> Iterator[tuple[to
     yield scores, top_k
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=512)
 def _oracle(model_dir: str, adapter_dir: str | None, dtype: torch.dtype) -> tuple[Any, _GateMargins]:
     """A model of its own for the adapter: peft can't hold two with different target_parameters."""
     model = load_model(model_dir, dtype)

@@ -31,7 +31,7 @@ PROMPTS = {
     "in part": [*BEFORE[:18], INVOCATION[0]],
 }
 MOE_WAYS = {**WAYS, "small_blocks": {"block_size": 4}}
-QUICK = ("all_at_once", "chunked_prefill", "small_blocks", "tensor_parallel", "host_workers", "dlora")
+QUICK = ("chunked_prefill", "small_blocks", "tensor_parallel")
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,7 @@ def test_first_move_that_can_not_begin_leaves_no_request(core):
     assert not core.has_work
 
 
+@pytest.mark.slow
 def test_parts_that_are_off_are_not_imported():
     code = """
 import sys

@@ -143,7 +143,13 @@ def test_preempted_requests_go_on_with_the_tokens_that_they_had():
     assert found == expected
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_model_len": 56, "arena_mb": 0.91, "block_size": 4}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"max_model_len": 56, "arena_mb": 0.91, "block_size": 4},
+    ],
+)
 def test_only_requests_with_penalties_wait_for_their_tokens(settings, monkeypatch):
     """Also where requests are preempted."""
     expected, _ = run(EDITED, async_scheduling="off", **settings)

@@ -15,6 +15,7 @@ from moe_lora.engine.kv_events import ReportedTree
 from moe_lora.policies.caching.caching import CACHING_POLICIES, lru
 from tests.cache.random_operations import BLOCK, RandomCache
 from tests.cache.test_salt import leave
+from tests.grids import with_quick
 
 Block = tuple[object, tuple[int, ...]]
 
@@ -67,7 +68,7 @@ def found_in(cache: UnifiedCache) -> list[Block]:
     return blocks
 
 
-@pytest.mark.parametrize("policy", sorted(CACHING_POLICIES))
+@pytest.mark.parametrize("policy", with_quick(sorted(CACHING_POLICIES), ("cost-aware", "fastlibra-wol")))
 def test_a_reader_has_the_blocks_that_can_be_found(policy):
     mirror = Mirror()
     use = RandomCache(policy, Random(7), make_tree=partial(ReportedTree, report=mirror))

@@ -39,7 +39,7 @@ WAYS = {
 BASE_SEEDS = {"deepseek_v3": 1, "gemma4": 1}
 """Seeds of families whose gates are close with others."""
 ON_ONE_RANK = (*RECURRENT_FAMILIES, *LATENT_FAMILIES)
-QUICK = {"llama": ("all_at_once", "compiled", "merging", "tensor_parallel"), "gpt_oss": ("expert_parallel",)}
+QUICK = {"llama": ("compiled", "merging"), "gpt_oss": ("expert_parallel",)}
 """Ways in the default run."""
 
 

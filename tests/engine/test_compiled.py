@@ -41,7 +41,7 @@ BUCKETS = {"decode_buckets": (4,)}
     [
         pytest.param({}, 2, captured_graphs, id="any_size"),
         pytest.param({}, 2, nullcontext, id="any_size-generated", marks=pytest.mark.slow),
-        pytest.param(BUCKETS, 1, captured_graphs, id="bucket_of_4"),
+        pytest.param(BUCKETS, 1, captured_graphs, id="bucket_of_4", marks=pytest.mark.slow),
         pytest.param(BUCKETS, 1, nullcontext, id="bucket_of_4-generated", marks=pytest.mark.slow),
     ],
 )

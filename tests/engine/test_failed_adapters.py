@@ -21,7 +21,6 @@ from moe_lora.engine.client.step_notes import ReadNotes, StepNotes
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.step import sampler
 from moe_lora.engine.step.runner import ModelRunner
-from tests.grids import diagonal
 from tests.patience import PATIENCE_S
 
 DEMO = Path(__file__).parents[2] / "demo"
@@ -89,7 +88,14 @@ def fail_where(monkeypatch, bad) -> list[int]:
 
 @pytest.mark.parametrize(
     ("ranks", "where"),
-    diagonal([{"expert_parallel": 2}, {"tensor_parallel": 2}], ["before", "after"]),
+    [
+        ({"expert_parallel": 2}, "before"),
+        *(
+            pytest.param({"tensor_parallel": 2}, where, marks=pytest.mark.slow)
+            for where in ("before", "after")
+        ),
+        pytest.param({"expert_parallel": 2}, "after", marks=pytest.mark.slow),
+    ],
     ids=lambda one: one if isinstance(one, str) else next(iter(one)),
 )
 def test_rank_0_that_raises_beside_the_steps_of_all_ranks_ends_only_its_adapter(monkeypatch, ranks, where):
@@ -120,7 +126,9 @@ def test_rank_0_that_raises_beside_the_steps_of_all_ranks_ends_only_its_adapter(
 
 
 @pytest.mark.parametrize(
-    "ranks", [{"expert_parallel": 2}, {"tensor_parallel": 2}], ids=lambda one: next(iter(one))
+    "ranks",
+    [{"expert_parallel": 2}, pytest.param({"tensor_parallel": 2}, marks=pytest.mark.slow)],
+    ids=lambda one: next(iter(one)),
 )
 def test_rank_0_whose_every_step_raises_ends_the_engine_of_all_ranks(monkeypatch, ranks):
     core = build_engine(replace(CONFIG, **ranks))

@@ -16,6 +16,7 @@ from moe_lora.policies.merging.merging import MergedOnly
 from tests.engine.merging.test_merging import GREEDY, EveryMode, ask, expected_of, start, use
 from tests.engine.ranks.faulty_follower import use_faulty_followers
 from tests.engine.test_host_assisted import lora_server
+from tests.grids import with_quick
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 
 FIRST, SECOND = 0, 1
@@ -114,7 +115,12 @@ def test_adapter_whose_merge_failed_is_merged_again_after_its_next_load(served, 
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(RoundingErrors, "of"), (MergedWeights, "pieces"), (WeightMerge, "pieces")]
+    ("owner", "name"),
+    [
+        (RoundingErrors, "of"),
+        pytest.param(MergedWeights, "pieces", marks=pytest.mark.slow),
+        pytest.param(WeightMerge, "pieces", marks=pytest.mark.slow),
+    ],
 )
 def test_error_before_an_adapter_is_merged_keeps_it_unmerged(owner, name, served, monkeypatch, caplog):  # noqa: F811
     model = served("llama")
@@ -130,7 +136,7 @@ def test_error_before_an_adapter_is_merged_keeps_it_unmerged(owner, name, served
     assert len(failures) == len(set(failures)) > 0, "one line for each adapter"
 
 
-@pytest.mark.parametrize("name", ["decide", "took", "forget"])
+@pytest.mark.parametrize("name", with_quick(("decide", "took", "forget"), ("decide",)))
 def test_policy_that_fails_switches_merging_off_with_one_line(name, served, monkeypatch, caplog):  # noqa: F811
     model = served("llama")
     policy = EveryMode(2, at_once=True)
@@ -171,6 +177,7 @@ def test_merge_that_fails_on_rank_0_is_undone_on_all_ranks(served, monkeypatch):
         assert llm.stats().merges > 0
 
 
+@pytest.mark.slow
 def test_merge_that_fails_on_a_follower_is_undone_on_all_ranks(served, monkeypatch):  # noqa: F811
     model = served("mixtral")
     use(monkeypatch, EveryMode(2))
@@ -182,7 +189,8 @@ def test_merge_that_fails_on_a_follower_is_undone_on_all_ranks(served, monkeypat
         assert llm.stats().merges > 0
 
 
-@pytest.mark.parametrize("name", [pytest.param("fold_in", marks=pytest.mark.slow), "take_out"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fold_in", "take_out"])
 def test_beside_a_lora_server_a_failed_merge_leaves_deltas_to_the_server(name, served, monkeypatch):  # noqa: F811
     model = served("llama")
     use(monkeypatch, EveryMode(2))

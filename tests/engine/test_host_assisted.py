@@ -43,8 +43,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SLOW = {"emulation": EmulationConfig(load_gb_per_s=6e-4)}
 """An adapter of a tiny model takes about a third of a second."""
 HOST = {"host_workers": 2, "host_tokens_per_worker": 8, **SLOW}
-QUICK = ("llama", "gpt_oss")
-"""Families of the default run: one alone, one of several ranks; mixtral has its prompts in chunks."""
 WAYS = {
     "all_at_once": {},
     "chunked_prefill": {"max_num_batched_tokens": 9, "max_num_seqs": 8},
@@ -82,24 +80,21 @@ def expected_of(model, drafts) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("family", "way"),
     [
-        *(
-            pytest.param(family, "all_at_once", marks=() if family == "llama" else pytest.mark.slow)
-            for family in FAMILIES
-        ),
+        *(pytest.param(family, "all_at_once", marks=pytest.mark.slow) for family in FAMILIES),
         *(pytest.param(*one.values, "all_at_once", marks=one.marks) for one in later("olmoe")),
         ("gemma4", "all_at_once"),
-        ("mixtral", "chunked_prefill"),
+        pytest.param("mixtral", "chunked_prefill", marks=pytest.mark.slow),
         pytest.param("llama", "compiled", marks=pytest.mark.slow),
         *(
-            pytest.param(family, "ranks", marks=() if family in QUICK else pytest.mark.slow)
+            pytest.param(family, "ranks", marks=() if family == "gpt_oss" else pytest.mark.slow)
             for family in MOE_FAMILIES
         ),
         pytest.param("mixtral", "chunked_ranks", marks=pytest.mark.slow),
         *(
-            pytest.param(family, "divided", marks=() if family in ("llama", "gpt_oss") else pytest.mark.slow)
+            pytest.param(family, "divided", marks=() if family == "llama" else pytest.mark.slow)
             for family in FAMILIES
         ),
-        ("qwen3_moe", "divided_and_dealt"),
+        pytest.param("qwen3_moe", "divided_and_dealt", marks=pytest.mark.slow),
     ],
 )
 def test_cold_requests_answer_as_peft_does(family, way, served):  # noqa: F811
@@ -154,7 +149,7 @@ def ask_client(client: InProcessClient, model, sampling: SamplingParams = GREEDY
 @pytest.mark.parametrize(
     ("family", "holder", "transport"),
     [
-        ("mixtral", "itself", "shm"),
+        pytest.param("mixtral", "itself", "shm", marks=pytest.mark.slow),
         ("mixtral", "a peer", "shm"),
         pytest.param("llama", "a peer", "gloo", marks=pytest.mark.slow),
     ],
@@ -224,9 +219,9 @@ def lora_server(
 @pytest.mark.parametrize(
     ("family", "sites", "settings"),
     [
-        pytest.param("mixtral", "experts", {"host_workers": 1}, marks=pytest.mark.slow),
-        ("mixtral", "experts", {"host_workers": 1, "expert_parallel": 2}),
-        ("llama", "all", {}),
+        ("mixtral", "experts", {"host_workers": 1}),
+        pytest.param("mixtral", "experts", {"host_workers": 1, "expert_parallel": 2}, marks=pytest.mark.slow),
+        pytest.param("llama", "all", {}, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_of_a_lora_server_have_hosts_compute_what_they_load(family, sites, settings, served):  # noqa: F811
@@ -339,9 +334,8 @@ def worker_pids() -> set[int]:
     ("family", "way", "num_killed"),
     [
         *((family, "chunked_prefill", 2) for family in (*FAMILIES, *BESIDE_FAMILIES)),
-        ("mixtral", "chunked_ranks", 2),
-        ("mixtral", "chunked_prefill", 1),
-        *(pytest.param(f, "chunked_prefill", 1, marks=pytest.mark.slow) for f in FAMILIES if f != "mixtral"),
+        pytest.param("mixtral", "chunked_ranks", 2, marks=pytest.mark.slow),
+        *(pytest.param(family, "chunked_prefill", 1, marks=pytest.mark.slow) for family in FAMILIES),
     ],
 )
 def test_killed_workers_change_no_token_and_come_back(family, way, num_killed, served, monkeypatch):  # noqa: F811

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,6 +27,7 @@ from tests.engine.test_host_assisted import (
     worker_pids,
 )
 from tests.engine.test_oracle import smallest_kv_gb
+from tests.forked_programs import start_program
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.oracle import greedy_reference
 from tests.patience import PATIENCE_S
@@ -135,7 +135,10 @@ def test_build_that_fails_leaves_nothing(settings, served, monkeypatch, tmp_path
 
 
 ENGINE = """
+import os
 import sys
+import tempfile
+tempfile.tempdir = os.environ["TMPDIR"] = sys.argv[4]
 from moe_lora import LLM
 llm = LLM(sys.argv[1], dtype="float32", eager=True, num_threads=1, host_workers=1,
           expert_parallel=int(sys.argv[2]), adapters={"a": sys.argv[3]})
@@ -147,14 +150,10 @@ sys.stdin.read()
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_next_start_removes_what_a_killed_engine_left(num_ranks, served, monkeypatch, tmp_path):  # noqa: F811
     model = served("mixtral")
-    engine = subprocess.Popen(
-        [sys.executable, "-c", ENGINE, str(model.model_dir), str(num_ranks), str(model.adapters[0])],
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert engine.stdout.readline().strip() == "ready"
+    words = (model.model_dir, num_ranks, model.adapters[0], tmp_path)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    engine = start_program(ENGINE, *map(str, words), **pipes)
+    assert engine.stdout.readline().strip() == b"ready"
     followers = children("ranks.follower", engine.pid)
     pids = {engine.pid, *followers, *children("host_workers.worker", engine.pid, *followers)}
     assert len(pids) == 2 * num_ranks

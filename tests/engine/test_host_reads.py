@@ -50,7 +50,7 @@ def expected_logits(harness: Harness) -> list[torch.Tensor]:
     "family",
     [
         *(pytest.param(one, marks=() if one == QUICK else pytest.mark.slow) for one in FAMILIES),
-        *later("phimoe"),
+        *later(),
     ],
 )
 def test_a_step_reads_nothing_from_the_device(family, served):

@@ -19,6 +19,7 @@ from moe_lora.families import shape_of
 from moe_lora.models.loader import load_model
 from moe_lora.models.quantised_weight import QuantisedWeight
 from tests.families import make_checkpoint
+from tests.grids import diagonal
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.generated_code import captured_graphs
 from tests.stored_checkpoints import stored_pair
@@ -86,8 +87,9 @@ def test_a_lora_server_is_refused(base):
         Partition(shape_of(read_config(base)), Layout(ep=1, pp=1), 1)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "torchao-int8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), diagonal(("fp8", "torchao-int8"), (torch.float32, torch.bfloat16))
+)
 def test_quantised_projections_of_heads_are_dequantised_at_load(kind, dtype, base, tmp_path):
     stored, plain = stored_pair(base, kind, tmp_path)
     expected = dict(load_model(plain, dtype, torch.device("cpu")).named_parameters())

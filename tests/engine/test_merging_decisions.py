@@ -21,6 +21,7 @@ from moe_lora.sim.instance import CachedConfig, CachedInstance
 from moe_lora.sim.requests import CachedRequest
 from moe_lora.timing.step_model import StepModel, TransformerTime
 from moe_lora.workload.replay_plan import TurnRequest
+from tests.grids import with_quick
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 
 ANSWERS = (12, 20, 8, 16, 16, 8, 20, 12, 16, 24)
@@ -171,7 +172,7 @@ def by_simulator(decides) -> list[tuple]:
     return noted.steps
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", with_quick(POLICIES, ("dlora", "auto")))
 def test_both_decide_alike(name, served, monkeypatch):  # noqa: F811
     engine = by_engine(served("mixtral"), POLICIES[name](), monkeypatch)
     simulator = by_simulator(POLICIES[name]())

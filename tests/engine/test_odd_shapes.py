@@ -72,7 +72,7 @@ ODD: dict[str, dict[str, Any]] = {
     },
 }
 ODD["gpt_oss"] |= {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
-QUICK = ("qwen3_moe", "glm4_moe")
+QUICK = ("glm4_moe",)
 
 
 def _adapters(family: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -85,7 +85,7 @@ def chats(rounds=3):
     "settings",
     [
         {"max_num_batched_tokens": 7},
-        {"max_num_batched_tokens": 24, "async_scheduling": "on"},
+        pytest.param({"max_num_batched_tokens": 24, "async_scheduling": "on"}, marks=pytest.mark.slow),
         pytest.param({"max_num_batched_tokens": 512, "expert_parallel": 2}, marks=pytest.mark.slow),
         {"kv_cache_gb": 2e-4, "max_model_len": 128},
     ],
@@ -110,6 +110,7 @@ def test_answers_are_equal_with_and_without_shared_prefixes(settings, served):  
         assert logprobs == pytest.approx(others, abs=1e-5)  # torch's exp has other bits in tails of vectors
 
 
+@pytest.mark.slow
 def test_preempted_requests_answer_as_those_with_room(served):  # noqa: F811
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     found, sizes = [], {"block_size": 4, "max_num_seqs": 4, "max_model_len": 128}

@@ -16,7 +16,7 @@ BATCHES = {
     "tokens": ("tokens", "many_tokens", "same_by_name"),
     "by_name": ("by_name", "head_tokens", "same_by_name"),
 } | {"modules": ("head", "embedding", "both")}
-QUICK = {("tokens", "merging"), ("tokens", "host_arena"), ("modules", "tensor_parallel")}
+QUICK = {("tokens", "merging"), ("modules", "tensor_parallel")}
 """Batches and ways in the default run."""
 
 

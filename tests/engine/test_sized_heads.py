@@ -14,6 +14,7 @@ from moe_lora.engine.ranks.rank import check_layers
 from moe_lora.families import shape_of
 from moe_lora.kernels.operands import KvLayout, with_full_layers
 from tests.families import make_adapter, make_checkpoint
+from tests.grids import with_quick
 from tests.models.conftest import RANKS, Served, served  # noqa: F401  (the fixture)
 from tests.models.generated_code import captured_graphs
 
@@ -76,7 +77,7 @@ def test_merged_weights_answer_as_peft_does(served):  # noqa: F811
     assert stats.steps_merged > 0
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", with_quick(ODD, ("larger_sliding_heads", "half_rotated")))
 def test_odd_shapes_answer_as_peft_does(name, tmp_path):
     seed = SEEDS.get(name, 0)
     odd = make_checkpoint("gemma4", tmp_path / "base", seed=seed, **ODD[name])

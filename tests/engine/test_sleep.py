@@ -26,7 +26,7 @@ from moe_lora.engine.ranks import rank as rank_module
 from moe_lora.engine.step.grammar_masks import Grammars
 from moe_lora.engine.text.grammars import json_grammar
 from moe_lora.models.loader import held_weights
-from tests.grids import diagonal
+from tests.grids import diagonal, with_quick
 from tests.models.generated_code import captured_graphs
 from tests.patience import PATIENCE_S
 from tests.serve.live_server import wait_until
@@ -79,14 +79,14 @@ def refuses(llm: LLM) -> bool:
 @pytest.mark.parametrize(
     ("level", "settings"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
         (2, {}),
         (2, {"eager": False, "decode_buckets": (8,)}),
-        (2, {"quantize": "int8"}),
+        pytest.param(2, {"quantize": "int8"}, marks=pytest.mark.slow),
         (1, {"host_arena_mb": 20.0}),
-        (2, {"load_format": "dummy"}),
+        pytest.param(2, {"load_format": "dummy"}, marks=pytest.mark.slow),
         (2, {"tensor_parallel": 2}),
-        (1, {"expert_parallel": 2}),
+        pytest.param(1, {"expert_parallel": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_the_same_after_a_sleep(level, settings):
@@ -212,7 +212,7 @@ def test_running_requests_end_or_go_on_before_it():
 @pytest.mark.parametrize(
     ("level", "settings"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
         (2, {}),
         pytest.param(1, {"eager": False}, marks=pytest.mark.slow),
         pytest.param(2, {"tensor_parallel": 2}, marks=pytest.mark.slow),
@@ -388,7 +388,7 @@ def test_a_change_beside_another_is_refused():
         asked.result(timeout=PATIENCE_S)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", with_quick((1, 2), (1,)))
 def test_a_checkpoint_that_is_gone_leaves_it_asleep_until_it_is_back(tmp_path, ranks):
     model = tmp_path / "model"
     shutil.copytree(DEMO / "model", model)

@@ -97,7 +97,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", with_quick(WAYS, WAYS.keys() - {"one_resident", "two_ranks_by_tensors"}))
+@pytest.mark.parametrize("way", with_quick(WAYS, ("ahead", "two_ranks_by_experts", "merged", "host_workers")))
 def test_tokens_are_greedy_by_the_version_that_they_name(way):
     """Beside a request that keeps its version, with two publications during the answers."""
     check_two_publications(way, **WAYS[way])
@@ -165,6 +165,7 @@ def test_a_version_reads_no_kv_of_another():
         assert tokens_of(again) == tokens_of(before["warm too"])
 
 
+QUICK = (("seed", "on"), ("penalties", "off"), ("grammar", "off"))
 SAMPLINGS = {
     "logprobs": {"logprobs": 2, "processed_logprobs": True},
     "seed": {"temperature": 1.0, "seed": 3, "top_p": 0.9, "logprobs": 0},
@@ -174,7 +175,13 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize(("sampling", "ahead"), diagonal(list(SAMPLINGS), ["off", "on"]))
+@pytest.mark.parametrize(
+    ("sampling", "ahead"),
+    [
+        pytest.param(*one.values, marks=() if one.values in QUICK else pytest.mark.slow)
+        for one in diagonal(list(SAMPLINGS), ["off", "on"])
+    ],
+)
 def test_the_rest_is_the_new_version_s_with_the_answer_so_far(sampling, ahead):
     """As a request that another instance continues with the answer so far."""
     with engine(async_scheduling=ahead) as core:

@@ -62,7 +62,7 @@ def test_random_traffic_gets_done_and_leaves_nothing_taken(seed):
     parts, live = parts_for(rng), []
     num_free, num_empty = parts.num_free, 0
     for number in range(3000):
-        if number < 120:
+        if number < 60:
             change_something(rng, parts, live, number, tenants)
         elif not live:
             break

@@ -133,7 +133,7 @@ WAYS = {
 }
 
 
-QUICK = ("experts and attention, by a regular expression", "router", "ranks of their own")
+QUICK = ("experts and attention, by a regular expression", "router")
 
 
 @pytest.mark.parametrize("way", with_quick(WAYS, QUICK))

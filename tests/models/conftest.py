@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -64,7 +66,20 @@ class Served:
 
     family: str
     model_dir: Path
-    adapters: tuple[Path, ...]
+    adapters: Sequence[Path]
+
+
+class Adapters(Sequence[Path]):
+    """A checkpoint's adapters, made when they are first read: `make` of each rank."""
+
+    def __init__(self, make: Callable[[int], Path]) -> None:
+        self._make = cache(make)
+
+    def __getitem__(self, index):
+        return tuple(map(self._make, RANKS[index])) if isinstance(index, slice) else self._make(RANKS[index])
+
+    def __len__(self) -> int:
+        return len(RANKS)
 
 
 _made: dict[str, Served] = {}
@@ -81,7 +96,7 @@ def served(tmp_path_factory):
         if family not in _made:
             folder = tmp_path_factory.mktemp(family)
             base = make_checkpoint(family, folder / "base", seed=SEEDS[family])
-            _made[family] = Served(family, base, tuple(_adapter(family, base, folder, r) for r in RANKS))
+            _made[family] = Served(family, base, Adapters(partial(_adapter, family, base, folder)))
         return _made[family]
 
     return make

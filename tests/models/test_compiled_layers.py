@@ -10,6 +10,7 @@ import torch
 
 from moe_lora.models.causal_lm import DecoderLayer
 from moe_lora.models.compiled_layers import CompiledLayers
+from tests.grids import with_quick
 
 from .generated_code import captured_graphs
 from .harness import Harness
@@ -58,7 +59,7 @@ def asked(monkeypatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("family", with_quick(("llama", "gpt_oss"), ("llama",)))
 def test_the_compiler_is_asked_once_for_each_layer_and_number_of_rows(family, served, asked, graphs):
     model = served(family)
     harness = Harness(model.model_dir, model.adapters, max_sequences=32)
@@ -71,6 +72,7 @@ def test_the_compiler_is_asked_once_for_each_layer_and_number_of_rows(family, se
     assert len(graphs) == 2 * (2 if family == "gpt_oss" else 1)
 
 
+@pytest.mark.slow
 def test_code_for_any_number_of_rows_is_asked_for_once(served, asked, graphs):
     model = served("mixtral")
     harness = Harness(model.model_dir, model.adapters, max_sequences=32)

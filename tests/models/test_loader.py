@@ -63,7 +63,9 @@ def test_sharded_checkpoint_loads_the_same_weights(family, served, tmp_path):
     assert_same_parameters(load(tmp_path), load(single))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", *LATER_MOE, *FURTHER_MOE])
+@pytest.mark.parametrize(
+    "family", with_quick(("mixtral", "qwen3_moe", *LATER_MOE, *FURTHER_MOE), ("mixtral", *BY_DEFAULT[5:]))
+)
 def test_fused_experts_on_disk_load_the_same_weights(family, served, tmp_path):
     model_dir = served(family).model_dir
     load_transformers(model_dir).save_pretrained(tmp_path, save_original_format=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ from moe_lora.models.loader import load_model
 from moe_lora.models.quantised_checkpoint import quantise_checkpoint
 from moe_lora.models.quantised_weight import QuantisedWeight, quantisation_of
 from tests.families import FAMILIES, make_checkpoint, shard_of
-from tests.grids import diagonal
 from tests.stored_checkpoints import fused, stored_pair
 
 from .test_quantised import CPU, FP8, INT4, INT8, base  # noqa: F401  (the fixture)
@@ -38,7 +38,16 @@ def assert_same_model(found, expected):
         assert torch.equal(tensor.view(torch.uint8), wanted[name].view(torch.uint8)), name
 
 
-@pytest.mark.parametrize(("family", "kind"), diagonal(FAMILIES, list(FORMATS)))
+QUICK = (("mixtral", "int4"), ("qwen3_moe", "int8"), ("gpt_oss", "int8-head"), ("llama", "fp8"))
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.slow)
+        for cell in product(FAMILIES, FORMATS)
+    ],
+)
 def test_holds_what_quantising_at_load_makes(family, kind, base, tmp_path):  # noqa: F811
     model_dir, dtype = base(family)[0], torch.bfloat16 if family == "mixtral" else torch.float32
     quantise_checkpoint(model_dir, tmp_path / "out", FORMATS[kind], dtype, silent)

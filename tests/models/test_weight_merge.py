@@ -14,13 +14,24 @@ from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import RowRouting, Source, no_terms
 from moe_lora.models.mlp import MoeMlp
 from moe_lora.models.weight_merge import HeldAdapter, WeightMerge
-from tests.families import FAMILIES, FURTHER, LATER_MOE, later, make_adapter
+from tests.families import (
+    FAMILIES,
+    FURTHER,
+    LATENT_FAMILIES,
+    LATER_MOE,
+    RECURRENT_FAMILIES,
+    later,
+    make_adapter,
+)
+from tests.grids import diagonal, with_quick
 from tests.oracle import greedy_reference
 
 from .harness import Harness
 from .test_oracle import SLOTS, make_prompts
 
 NUM_TOKENS = 4
+IN_ENGINE = (*RECURRENT_FAMILIES, *LATENT_FAMILIES)
+"""Families of layers whose engine merges: `tests/engine/test_recurrent.py`, `test_latent.py`."""
 
 
 class MergingHarness(Harness):
@@ -108,8 +119,11 @@ def test_weights_are_the_same_bits_after_random_cycles(num_cycles, family, dtype
 @pytest.mark.parametrize(
     ("family", "share"),
     [
-        *((family, share) for family in FAMILIES for share in (0.5, 1.0)),
-        *((family, 0.5) for family in LATER_MOE),
+        *diagonal(FAMILIES, (0.5, 1.0)),
+        *(
+            pytest.param(family, 0.5, marks=pytest.mark.slow if family in IN_ENGINE else ())
+            for family in LATER_MOE
+        ),
         *(pytest.param(family, 1.0, marks=pytest.mark.slow) for family in LATER_MOE),
         *(pytest.param(*one.values, 0.5, marks=one.marks) for one in later("qwen3", "granite")),
         *(pytest.param(family, 1.0, marks=pytest.mark.slow) for family in FURTHER),
@@ -118,11 +132,11 @@ def test_weights_are_the_same_bits_after_random_cycles(num_cycles, family, dtype
 def test_mixed_steps_give_the_tokens_of_peft(family, share, served):
     """Rows of the merged adapter, of others and of the base, with some or all sites merged.
 
-    Of later families: an adapter on the gate too, and the one of the largest rank.
+    Of all but Mixtral: an adapter on the gate too, and the one of the largest rank.
     """
     model, prompts = served(family), make_prompts()
     harness = MergingHarness(model.model_dir, model.adapters, max_sequences=32)
-    slots = range(len(model.adapters)) if family in FAMILIES else (1, 3)
+    slots = range(len(model.adapters)) if family == "mixtral" else (1, 3)
     for slot in slots:
         harness.fold_in(slot, share)
         found = harness.greedy(prompts, SLOTS, NUM_TOKENS)
@@ -208,7 +222,7 @@ BF16_FACTOR = 1.5
 """Logits on merged weights differ from fp32 ones by at most so many times what unmerged ones do (rms)."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", with_quick(FAMILIES, ("llama", "gpt_oss")))
 def test_logits_in_bf16_are_within_the_bound(family, served, monkeypatch):
     """Merged and mixed rows, with the experts that fp32 chose."""
     model, prompts, choices = served(family), make_prompts(), FixedChoices(monkeypatch)

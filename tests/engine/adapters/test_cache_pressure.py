@@ -6,6 +6,7 @@ from __future__ import annotations
 import pickle
 import random
 import time
+from itertools import product
 
 import pytest
 
@@ -15,10 +16,11 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import EngineStats
 from moe_lora.engine.adapters.copies import RankCopier
 from moe_lora.engine.adapters.manager import AdapterManager
-from tests.grids import diagonal
 from tests.models.conftest import Served, served  # noqa: F401  (the fixture)
 
 NUM_TOKENS, NUM_TURNS, MIN_MARGIN = 10, 3, 1e-4
+QUICK = (("cost-aware", 0), ("fastlibra", 2), ("lru", 0))
+"""Policies of three kinds; `test_traffic.py` has all."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
 Answers = list[tuple[int, ...]]
 
@@ -77,13 +79,20 @@ def under_pressure(expected: tuple[Served, float, Answers], **changes) -> Engine
     return stats
 
 
-@pytest.mark.parametrize(("policy", "host_arena_mb"), diagonal(list(CACHE_POLICIES), [2, 0]))
+@pytest.mark.parametrize(
+    ("policy", "host_arena_mb"),
+    [
+        pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.slow)
+        for cell in product(CACHE_POLICIES, (2, 0))
+    ],
+)
 def test_answers_are_those_of_a_large_arena(policy, host_arena_mb, expected):
     stats = under_pressure(expected, cache_policy=policy, host_arena_mb=host_arena_mb)
     assert (stats.swapped_out_bytes > 0) == (host_arena_mb > 0)
 
 
-@pytest.mark.parametrize("host_arena_mb", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("host_arena_mb", [0, 2])
 def test_answers_of_several_ranks_are_those_of_a_large_arena(host_arena_mb, expected):
     stats = under_pressure(expected, expert_parallel=2, host_arena_mb=host_arena_mb)
     assert (stats.swapped_out_bytes > 0) == (host_arena_mb > 0)

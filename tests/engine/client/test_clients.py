@@ -278,6 +278,7 @@ def test_engine_that_cannot_start_says_why(tmp_path):
     assert set(children(os.getpid())) == before
 
 
+@pytest.mark.slow
 def test_killed_engine_fails_its_requests_and_is_started_again():
     before = {*followers_of(os.getpid(), INSTANCE)}
     with instance_processes(CONFIG) as [client]:

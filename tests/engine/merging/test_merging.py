@@ -22,6 +22,7 @@ from moe_lora.models.weight_merge import WeightMerge
 from moe_lora.policies.merging.merging import Batching
 from tests.engine.test_host_assisted import ask_client, lora_server
 from tests.families import FAMILIES, make_adapter
+from tests.grids import with_quick
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.generated_code import captured_graphs
 from tests.models.test_oracle import SLOTS, make_prompts
@@ -103,7 +104,7 @@ WAYS = {
             for one in FAMILIES
         ),
         *(
-            pytest.param("mixtral", way, marks=pytest.mark.slow if way in ("at_once", "two_at_once") else ())
+            pytest.param("mixtral", way, marks=() if way == "chunked_prefill" else pytest.mark.slow)
             for way in [*WAYS][1:]
         ),
     ],
@@ -129,7 +130,7 @@ def test_tokens_are_those_of_peft_in_every_mode(family, way, served, monkeypatch
 @pytest.mark.parametrize(
     ("family", "ranks"),
     [
-        ("mixtral", {"expert_parallel": 2}),
+        pytest.param("mixtral", {"expert_parallel": 2}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"expert_parallel": 2}, marks=pytest.mark.slow),
         ("llama", {"tensor_parallel": 2}),
         pytest.param("dbrx", {"tensor_parallel": 2}, marks=pytest.mark.slow),
@@ -166,7 +167,7 @@ def test_prompts_that_hosts_compute_are_corrected_too(served, monkeypatch):  # n
     ("family", "sites", "num_ranks", "more"),
     [
         pytest.param("mixtral", "experts", 1, {}, marks=pytest.mark.slow),
-        ("mixtral", "experts", 2, {}),
+        pytest.param("mixtral", "experts", 2, {}, marks=pytest.mark.slow),
         pytest.param("mixtral", "experts", 2, {"tensor_parallel": 2}, marks=pytest.mark.slow),
         ("llama", "all", 1, {}),
     ],
@@ -293,7 +294,7 @@ def test_compiled_layers_read_the_weights_anew(family, generates, served, monkey
     assert stats.steps_merged > 0
 
 
-@pytest.mark.parametrize("batching", ["dlora", "auto"])
+@pytest.mark.parametrize("batching", with_quick(("dlora", "auto"), ("dlora",)))
 def test_policies_that_weigh_modes_run_in_the_engine(batching, served):  # noqa: F811
     """One adapter has more than dLoRA asks for at first: it is merged once it is there."""
     model = served("mixtral")
@@ -348,8 +349,9 @@ def test_only_auto_refuses_adapters_that_merging_changes(batching, served, monke
     assert ("it stays unmerged" in warning.getMessage()) == (batching == "auto")
 
 
-QUICK_CYCLES = [("mixtral", "float32", 1, 20), ("mixtral", "float32", 2, 5), ("llama", "bfloat16", 1, 5)]
+QUICK_CYCLES = [("mixtral", "float32", 1, 20), ("llama", "bfloat16", 1, 5)]
 LONG_CYCLES = [
+    ("mixtral", "float32", 2, 5),
     *((family, dtype, 1, 1000) for family in FAMILIES for dtype in ("float32", "bfloat16")),
     ("mixtral", "float32", 2, 1000),
     ("gpt_oss", "bfloat16", 2, 1000),

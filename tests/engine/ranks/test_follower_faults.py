@@ -13,6 +13,7 @@ from moe_lora.core.errors import EngineDeadError
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.ranks import followers
 from tests.engine.test_failed_adapters import CONFIG, NAMES, drive, four, infos, request
+from tests.grids import diagonal
 from tests.models.generated_code import captured_graphs
 
 from .faulty_follower import BAD_TOKEN, use_faulty_followers
@@ -20,7 +21,6 @@ from .test_expert_parallel import met_soon
 
 EP, TP = {"expert_parallel": 2}, {"tensor_parallel": 2}
 ALWAYS = 1 << 20
-both_divisions = pytest.mark.parametrize("ranks", [EP, TP], ids=["expert_parallel", "tensor_parallel"])
 
 
 def both_faults(*slow: tuple[str, str]) -> pytest.MarkDecorator:
@@ -80,7 +80,7 @@ def expected(right, *names):
 OTHERS = ("reverse", "double", "base")
 
 
-@both_faults(("expert_parallel", "before_step"))
+@both_faults(("expert_parallel", "before_step"), ("tensor_parallel", "after_step"))
 def test_step_that_raises_on_a_follower_ends_only_its_adapter(faulty, right, ranks, when):
     core = faulty({when: ALWAYS}, **ranks)
     found = drive(core, *bad_among_others())
@@ -116,18 +116,19 @@ def test_compiled_step_that_raises_on_a_follower_ends_only_its_adapter(
         assert drive(core, request("later", "reverse"))["later"][0] == right["reverse"]
 
 
-@both_divisions
+@pytest.mark.parametrize("ranks", [EP, pytest.param(TP, marks=pytest.mark.slow)], ids=str)
 def test_step_that_raises_once_on_a_follower_ends_no_request(faulty, right, ranks):
     core = faulty({"before_step": 1}, **ranks)
     assert tokens_of(drive(core, *bad_among_others()), "upper", *OTHERS) == right
 
 
+@pytest.mark.slow
 def test_each_of_three_followers_may_raise(faulty, right):
     core = faulty({"before_step": 1}, expert_parallel=4)
     assert tokens_of(drive(core, *bad_among_others()), "upper", *OTHERS) == right
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_follower_that_is_killed_while_the_ranks_meet_anew_ends_the_engine(faulty, num_ranks):
     core = faulty({"before_step": 1, "killed_in_meet": 1}, expert_parallel=num_ranks)
     with pytest.raises(EngineDeadError, match=rf"rank {num_ranks - 1} .* was killed by SIGKILL"):
@@ -162,8 +163,7 @@ def test_follower_that_is_killed_while_the_ranks_meet_first_ends_the_build(fault
         faulty({"killed_in_join": 1}, expert_parallel=4)
 
 
-@pytest.mark.parametrize("kind", ["open", "copy"])
-@both_divisions
+@pytest.mark.parametrize(("ranks", "kind"), diagonal((EP, TP), ("open", "copy")), ids=str)
 def test_load_that_fails_twice_on_a_follower_is_repeated(faulty, right, ranks, kind):
     core = faulty({kind: 2}, **ranks)
     assert tokens_of(drive(core, *bad_among_others()), "upper", *OTHERS) == right

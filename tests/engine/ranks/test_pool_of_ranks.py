@@ -58,9 +58,9 @@ def files(client: InProcessClient) -> list[Path]:
 @pytest.mark.parametrize(
     ("family", "numbers", "transport"),
     [
-        ("llama", TENSOR, "gloo"),
+        pytest.param("llama", TENSOR, "gloo", marks=pytest.mark.slow),
         ("mixtral", EXPERTS, "shm"),
-        ("qwen3_moe", TENSOR | EXPERTS, "shm"),
+        pytest.param("qwen3_moe", TENSOR | EXPERTS, "shm", marks=pytest.mark.slow),
         pytest.param("gpt_oss", TENSOR, "shm", marks=pytest.mark.slow),
         pytest.param("dbrx", TENSOR, "shm", marks=pytest.mark.slow),
         pytest.param("mixtral", EXPERTS, "gloo", marks=pytest.mark.slow),
@@ -123,7 +123,7 @@ def test_a_full_disk_ends_a_load_and_the_next_one_succeeds(served, monkeypatch):
     assert left[0] < 0
 
 
-@pytest.mark.parametrize("numbers", [{}, EXPERTS])
+@pytest.mark.parametrize("numbers", [pytest.param({}, marks=pytest.mark.slow), EXPERTS])
 def test_instances_of_other_ranks_are_told_apart(numbers, served):  # noqa: F811
     model = served("mixtral")
     with pool_engines(model, "shm", numbers, TENSOR) as (holder, other):

@@ -19,13 +19,14 @@ from moe_lora import LLM, GenerationError, SamplingParams
 from moe_lora.core.request import GenerateRequest
 from moe_lora.engine.step.grammar_masks import Grammars
 from moe_lora.engine.text.grammars import choice_grammar, json_grammar, regex_grammar, text_grammar
+from tests.grids import with_quick
 from tests.patience import PATIENCE_S
 
 DEMO = Path(__file__).parents[3] / "demo"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}}}
 
 
-@pytest.fixture(scope="module", params=["off", "on"])
+@pytest.fixture(scope="module", params=with_quick(("off", "on"), ("on",)))
 def llm(request) -> Iterator[LLM]:
     adapters = {"upper": str(DEMO / "adapters" / "upper")}
     settings = {"eager": True, "num_threads": 1, "max_num_seqs": 32, "async_scheduling": request.param}

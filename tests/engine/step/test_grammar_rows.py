@@ -32,6 +32,7 @@ from moe_lora.engine.core import EngineCore
 from moe_lora.engine.loop import EngineLoop
 from moe_lora.engine.step import grammar_masks
 from moe_lora.engine.text.grammars import regex_grammar
+from tests.grids import with_quick
 from tests.patience import PATIENCE_S
 
 DEMO = Path(__file__).parents[3] / "demo"
@@ -39,7 +40,7 @@ CONFIG = EngineConfig(model_dir=str(DEMO / "model"), eager=True, max_num_seqs=4,
 PROMPT = (1, 40, 41)
 
 
-@pytest.fixture(params=["off", "on"])
+@pytest.fixture(params=with_quick(("off", "on"), ("on",)))
 def core(request) -> Iterator[EngineCore]:
     engine = build_engine(EngineConfig(**{**vars(CONFIG), "async_scheduling": request.param}))
     yield engine
@@ -287,7 +288,9 @@ def test_a_failing_compiler_rejects_its_request_alone(monkeypatch):
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("ranks", [{"tensor_parallel": 2}, {"expert_parallel": 2}], ids=str)
+@pytest.mark.parametrize(
+    "ranks", [{"tensor_parallel": 2}, pytest.param({"expert_parallel": 2}, marks=pytest.mark.slow)], ids=str
+)
 def test_edits_and_grammars_of_several_ranks_are_those_of_one(ranks):
     edits = [
         {"grammar": regex_grammar("([a-d]xyz[0-9]){5}")},

@@ -15,7 +15,7 @@ import transformers
 from moe_lora import LLM, SamplingParams
 from moe_lora.engine.text.grammars import regex_grammar
 from moe_lora.engine.text.text import load_tokenizer
-from tests.grids import diagonal
+from tests.grids import diagonal, with_quick
 from tests.oracle import reference_logits
 
 DEMO = Path(__file__).parents[3] / "demo"
@@ -127,7 +127,7 @@ def test_rows_without_the_report_have_none(llm):
     assert None not in {one.processed for one in found[1].logprobs or ()}
 
 
-@pytest.mark.parametrize("name", list(SETTINGS))
+@pytest.mark.parametrize("name", with_quick(SETTINGS, ("all", "greedy", "grammar", "masks and cuts")))
 def test_alone_they_stand_in_place_of_raw_values_for_the_likeliest_too(llm, name):
     beside = sampled(**SETTINGS[name])
     alone = replace(beside, processed_logprobs="alone", logprobs=4)

@@ -13,6 +13,7 @@ from moe_lora import LLM, SamplingParams
 from moe_lora.core.request import NO_TOKEN
 from moe_lora.engine.step import prompt_reports
 from tests.engine.test_oracle import smallest_kv_gb
+from tests.grids import diagonal
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.test_oracle import make_prompts
 from tests.oracle import reference_hidden, reference_logits
@@ -32,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "expert_parallel": {"expert_parallel": 2},
     "tensor_parallel": {"tensor_parallel": 2},
 }
-QUICK = {("llama", "all_at_once"), ("gpt_oss", "chunked_prefill"), ("gpt_oss", "few_pages")}
+QUICK = {("llama", "all_at_once"), ("gpt_oss", "few_pages")}
 CASES = [
     pytest.param(family, way, marks=() if (family, way) in QUICK else pytest.mark.slow)
     for family in ("llama", "gpt_oss")
@@ -132,8 +133,7 @@ def test_scores_beside_edits_and_answers(served):  # noqa: F811
     assert found == [(one.logprob, one.position, ()) for one in plain.prompt_logprobs[1:]]
 
 
-@pytest.mark.parametrize("tokens_a_step", [9, 512])
-@pytest.mark.parametrize("scored", [None, 2])
+@pytest.mark.parametrize(("scored", "tokens_a_step"), diagonal((None, 2), (9, 512)))
 def test_listed_tokens_score_at_each_place_of_the_prompt(scored, tokens_a_step, served):  # noqa: F811
     model, prompt = served("llama"), max(make_prompts(), key=len)[:40]
     adapters = {path.name: str(path) for path in model.adapters}

@@ -66,6 +66,7 @@ def assert_near(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_replayed_steps_are_those_launched_one_by_one(served, monkeypatch):
     harness, expected = served
     monkeypatch.setattr(step_graphs, "RANK_STEP", 8)

@@ -52,8 +52,16 @@ def as_parts(message):
 KINDS = [(TEXT_ONLY, as_text), (PARTS_ONLY, as_parts), (ANY, dict)]
 TEMPLATES = {name: (source, form) for group, form in KINDS for name, source in group.items()}
 ENDLESS = "recursion"
-"""Reads no message and fills the stack for each: the default run has one conversation, the slow one all."""
-BY_DEFAULT = [name for name in TEMPLATES if name != ENDLESS]
+"""Reads no message and fills the stack for each: the default run has one conversation."""
+CELLS = [
+    *(
+        pytest.param(name, slice(number % 2, None, 2), id=name)
+        for number, name in enumerate(TEMPLATES)
+        if name != ENDLESS
+    ),
+    *(pytest.param(name, slice(None), id=f"{name}-all", marks=pytest.mark.slow) for name in TEMPLATES),
+]
+"""Half of the conversations; all in the slow run."""
 
 
 def test_the_grid_is_large_enough():
@@ -67,22 +75,22 @@ def test_an_endless_template_is_an_error_as_in_transformers():
     assert not same_as_transformers(ours(source), source, list(map(form, messages)), messages, VARIABLES)
 
 
-@pytest.mark.parametrize("name", [*BY_DEFAULT, pytest.param(ENDLESS, marks=pytest.mark.slow)])
-def test_a_prompt_is_the_one_of_transformers(name):
+@pytest.mark.parametrize(("name", "which"), CELLS)
+def test_a_prompt_is_the_one_of_transformers(name, which):
     source, form = TEMPLATES[name]
     tokenizer = ours(source)
-    for messages in CONVERSATIONS.values():
+    for messages in list(CONVERSATIONS.values())[which]:
         converted = list(map(form, messages))
         for options in ({"add_generation_prompt": False}, {"add_generation_prompt": True}):
             same_as_transformers(tokenizer, source, converted, messages, VARIABLES, **options)
 
 
-@pytest.mark.parametrize("name", [*BY_DEFAULT, pytest.param(ENDLESS, marks=pytest.mark.slow)])
-def test_variables_and_a_final_message_that_goes_on_are_those_of_transformers(name):
+@pytest.mark.parametrize(("name", "which"), CELLS)
+def test_variables_and_a_final_message_that_goes_on_are_those_of_transformers(name, which):
     source, form = TEMPLATES[name]
     variables = {"tools": [CALL], "documents": DOCUMENTS, "bos_token": "<other>"}
     tokenizer = ours(source)
-    for messages in CONVERSATIONS.values():
+    for messages in list(CONVERSATIONS.values())[which]:
         converted = list(map(form, messages))
         same_as_transformers(tokenizer, source, converted, messages, variables, add_generation_prompt=False)
         options = {"add_generation_prompt": False, "continue_final_message": True}
@@ -100,11 +108,11 @@ COMBINED = {
 
 
 FRAMES = [
-    ("in a generation", slice(0, None, 2)),
-    ("twice", slice(1, None, 2)),
+    ("in a generation", slice(0, None, 4)),
+    ("twice", slice(2, None, 4)),
     *(pytest.param(frame, slice(None), marks=pytest.mark.slow) for frame in COMBINED),
 ]
-"""Each construct in one of two frames; in each in the slow run."""
+"""Each second construct in one of two frames; in the slow run each in each."""
 
 
 @pytest.mark.parametrize(("frame", "which"), FRAMES)
