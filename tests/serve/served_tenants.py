@@ -35,7 +35,7 @@ TENANTS = {
 }
 MAX_LORAS = 6
 MOST_CONNECTIONS = 120
-MOST_QUEUED, MOST_OF_ONE = 33, 30
+MOST_QUEUED, MOST_OF_ONE = 66, 60
 """Requests that may wait for their first token in all, and of one tenant."""
 
 
@@ -127,7 +127,7 @@ class ServedTenants:
         """
 
         def ask(who: str, number: int) -> tuple[float, str]:
-            body = {"prompt": [3 + number] * 8, "max_tokens": 2, "ignore_eos": True}
+            body = {"prompt": [3 + number] * 8, "max_tokens": 10, "ignore_eos": True}
             body["priority"] = priorities.get(who, 0)
             found = self.ask(who, "POST", "/v1/completions", body)
             assert found.status_code == 200, found.text

@@ -49,7 +49,7 @@ def tenants(tmp_path_factory, certificate) -> Iterator[ServedTenants]:
 
 def test_who_asks_for_ten_times_as_much_is_not_served_before_another(tenants):
     started = tenants.order_of_starts({"acme": MOST_OF_ONE, "globex": MOST_QUEUED - MOST_OF_ONE})
-    assert "globex" not in started[-10:], "it waited for all that had come before"
+    assert "globex" not in started[-20:], "it waited for all that had come before"
 
 
 def test_what_comes_without_tls_is_not_served(tenants):
@@ -467,7 +467,7 @@ def _(tenants):
 @way("a better place in the queue, by priority")
 def _(tenants):
     started = tenants.order_of_starts({"acme": MOST_OF_ONE, "globex": MOST_QUEUED - MOST_OF_ONE}, acme=-100)
-    assert "globex" not in started[-10:]
+    assert "globex" not in started[-20:]
 
 
 @way("the places of its adapters: many cold ones of another's leave them where they are")
@@ -480,7 +480,7 @@ def _(tenants):
         body = {"model": name, "prompt": [5] * 10, "max_tokens": 1}
         return tenants.ask("acme", "POST", "/v1/completions", body).status_code
 
-    names = [f"cold-{number}" for number in range(2 * MAX_LORAS)]
+    names = [f"cold-{number}" for number in range(4 * MAX_LORAS)]
     try:
         for name in names:
             body = {"lora_name": name, "lora_path": str(DEMO / "adapters" / "caesar")}
@@ -510,7 +510,7 @@ def _(tenants):
 
 @way("its place in the queue: who fills its own part is refused, and nobody else")
 def _(tenants):
-    body = {"prompt": [5] * 10, "max_tokens": 2, "ignore_eos": True}
+    body = {"prompt": [5] * 10, "max_tokens": 5, "ignore_eos": True}
     with ThreadPoolExecutor(MOST_OF_ONE + 1) as pool:
         with tenants.stopped_engine():
             ask = (tenants.ask, "acme", "POST", "/v1/completions", body)
