@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -19,6 +20,12 @@ TEMPLATE = (
 
 def byte_level() -> Tokenizer:
     """BPE over bytes, as GPT-2, Llama 3 and Qwen have it; some tokens hold parts of a character."""
+    return Tokenizer.from_str(_trained())
+
+
+@cache
+def _trained() -> str:
+    """The tokenizer of `byte_level` as JSON."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -29,7 +36,7 @@ def byte_level() -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
-    return tokenizer
+    return tokenizer.to_str()
 
 
 def byte_fallback() -> Tokenizer:

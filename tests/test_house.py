@@ -26,7 +26,9 @@ def counted() -> Mapping[str, Found]:
 
 @pytest.fixture(scope="module")
 def traced() -> Mapping[str, Found]:
-    return trace_counts(trace_requests(ROOT, sys.executable, generate_code=False))
+    return trace_counts(
+        trace_requests(ROOT, sys.executable, generate_code=False, kinds=("completion", "load"))
+    )
 
 
 @pytest.mark.parametrize("name", COUNTS)

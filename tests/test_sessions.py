@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 SLOW = {
     "adapters.md",
     "batches.md",
+    "cli.md",
     "cluster.md",
     "host_assisted.md",
     "limits.md",

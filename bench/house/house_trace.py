@@ -18,7 +18,7 @@ import tempfile
 import textwrap
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,11 +73,14 @@ class Windows:
     modules: dict[str, set[str]]
 
 
-def trace_requests(tree: Path, python: str, *, generate_code: bool = True) -> dict[str, Any]:
+def trace_requests(
+    tree: Path, python: str, *, generate_code: bool = True, kinds: Collection[str] = NUM_WINDOWS
+) -> dict[str, Any]:
     """Start a server of the tree, send the requests, and count the functions of each kind of window.
 
     generate_code: False runs the graphs of compiled layers: the same functions of the tree, in half of the
     time.
+    kinds: of windows beside the idle one.
     """
     import httpx
 
@@ -89,7 +92,7 @@ def trace_requests(tree: Path, python: str, *, generate_code: bool = True) -> di
         folder = Path(name)
         with httpx.Client(base_url=url, timeout=600) as http:
             _wait_ready(http, server, folder / "log")
-            numbers, seconds = _send_all(http, tree, folder)
+            numbers, seconds = _send_all(http, tree, folder, kinds)
         calls, modules = _read(folder)
         windows = Windows(calls, seconds, modules)
     return {
@@ -142,7 +145,9 @@ def _wait_ready(http: Any, server: subprocess.Popen[bytes], log: Path) -> None:
     raise RuntimeError(f"the server ended: {log.read_text(errors='replace')[-2000:]}")
 
 
-def _send_all(http: Any, tree: Path, folder: Path) -> tuple[dict[str, list[int]], dict[int, float]]:
+def _send_all(
+    http: Any, tree: Path, folder: Path, kinds: Collection[str]
+) -> tuple[dict[str, list[int]], dict[int, float]]:
     """The numbers of the windows by kind, and the seconds of each window."""
 
     def complete(model: str) -> None:
@@ -165,13 +170,14 @@ def _send_all(http: Any, tree: Path, folder: Path) -> tuple[dict[str, list[int]]
     for _ in range(5):
         complete("rot13")
     time.sleep(REST_S)
-    kinds: dict[str, list[Callable[[], None]]] = {
+    calls: dict[str, list[Callable[[], None]]] = {
         "idle": [lambda: time.sleep(IDLE_S)],
         "completion": [lambda: complete("rot13")] * NUM_WINDOWS["completion"],
         "load": [lambda name=name: load(name) for name in names],  # type: ignore[misc]
         "first_completion": [lambda name=name: complete(name) for name in names],  # type: ignore[misc]
     }
-    numbers, seconds = _open_windows(kinds, folder / WINDOW_FILE)
+    sent = {kind: calls[kind] for kind in ("idle", *kinds)}
+    numbers, seconds = _open_windows(sent, folder / WINDOW_FILE)
     _signal_all(folder, signal.SIGUSR2)
     return numbers, seconds
 

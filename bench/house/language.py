@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .sources import Source, is_text
+from .sources import Source, children, is_text
 
 LEAST_WORDS = 4
 """String literals with fewer words are names and keys, not sentences."""
@@ -65,7 +65,7 @@ def _literals(node: ast.AST) -> Iterator[str]:
     if text is not None:
         yield text
         return
-    for inner in ast.iter_child_nodes(node):
+    for inner in children(node):
         yield from _literals(inner)
 
 

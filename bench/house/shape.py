@@ -18,6 +18,7 @@ from .sources import (
     origin_of,
     public_names,
     reached,
+    walk,
 )
 
 LONGEST_FUNCTION, MOST_PARAMETERS = 60, 8
@@ -88,7 +89,7 @@ class Parameters:
         """The most parameters of a callee to fill by the star-arguments; 0 for a foreign callee."""
         names = {one.arg for one in stars}
         found = [0]
-        for call in (inner for inner in ast.walk(node) if isinstance(inner, ast.Call)):
+        for call in (inner for inner in walk(node) if isinstance(inner, ast.Call)):
             spread = [one.value for one in call.args if isinstance(one, ast.Starred)]
             spread += [one.value for one in call.keywords if one.arg is None]
             if any(isinstance(one, ast.Name) and one.id in names for one in spread):
@@ -115,8 +116,8 @@ def _names_in(annotation: ast.expr | None) -> set[str]:
         return set()
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         return set(re.findall(r"\w+", annotation.value))
-    names = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
-    return names | {node.attr for node in ast.walk(annotation) if isinstance(node, ast.Attribute)}
+    names = {node.id for node in walk(annotation) if isinstance(node, ast.Name)}
+    return names | {node.attr for node in walk(annotation) if isinstance(node, ast.Attribute)}
 
 
 def _last_name(function: ast.expr) -> str:
@@ -126,10 +127,10 @@ def _last_name(function: ast.expr) -> str:
 def _only_unpacks(node: FunctionNode, name: str) -> bool:
     """True if a function reads the parameter only field by field, or spreads the parameter by a star."""
     read: set[ast.expr] = set()
-    for inner in ast.walk(node):
+    for inner in walk(node):
         if isinstance(inner, (ast.Attribute, ast.Starred)):
             read.add(inner.value)
-    uses = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name) and inner.id == name]
+    uses = [inner for inner in walk(node) if isinstance(inner, ast.Name) and inner.id == name]
     return bool(uses) and all(use in read for use in uses)
 
 
@@ -230,7 +231,7 @@ def _groups(source: Source, users: dict[str, set[str]]) -> list[set[str]]:
     graph = networkx.Graph()
     graph.add_nodes_from(("name", name) for name in defined)
     for name, node in defined.items():
-        for inner in ast.walk(node):
+        for inner in walk(node):
             if isinstance(inner, ast.Name) and inner.id in defined:
                 graph.add_edge(("name", name), ("name", inner.id))
             elif isinstance(inner, ast.Constant) and inner.value in defined:  # a name in quotes
@@ -246,7 +247,7 @@ def _defines(node: ast.stmt) -> Iterator[str]:
         yield node.name
     elif isinstance(node, ast.Assign):
         for target in node.targets:
-            yield from (one.id for one in ast.walk(target) if isinstance(one, ast.Name))
+            yield from (one.id for one in walk(target) if isinstance(one, ast.Name))
     elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
         yield node.target.id
 

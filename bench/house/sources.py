@@ -8,7 +8,7 @@ import io
 import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import networkx
@@ -27,6 +27,35 @@ _NO_CODE = {
 }
 
 
+_LEAVES = {"ctx", "op", "ops", "id", "attr", "name", "kind", "type_comment"}
+"""Fields of syntax nodes without nodes below, contexts and operators among them."""
+
+
+@cache
+def _inner_fields(kind: type[ast.AST]) -> tuple[str, ...]:
+    return tuple(name for name in kind._fields if name not in _LEAVES)
+
+
+def children(node: ast.AST) -> list[ast.AST]:
+    """The nodes right below, without contexts and operators."""
+    found: list[ast.AST] = []
+    for name in _inner_fields(node.__class__):
+        value = getattr(node, name, None)
+        if value.__class__ is list:
+            found += [one for one in value if isinstance(one, ast.AST)]
+        elif isinstance(value, ast.AST):
+            found.append(value)
+    return found
+
+
+def walk(node: ast.AST) -> list[ast.AST]:
+    """The node and all nodes below, as `ast.walk` in a third of the time, without contexts and operators."""
+    found = [node]
+    for one in found:
+        found += children(one)
+    return found
+
+
 @dataclass(frozen=True)
 class Source:
     """A file of a checkout: its path below the tree, its module, its text and syntax tree."""
@@ -43,7 +72,7 @@ class Source:
     @cached_property
     def nodes(self) -> list[ast.AST]:
         """All nodes of the tree."""
-        return list(ast.walk(self.tree))
+        return walk(self.tree)
 
     @cached_property
     def names_of_modules(self) -> list[ast.AST]:
@@ -101,7 +130,7 @@ def is_text(node: ast.AST) -> bool:
 
 
 def _functions_below(node: ast.AST, prefix: str) -> Iterator[tuple[str, FunctionNode]]:
-    for inner in ast.iter_child_nodes(node):
+    for inner in children(node):
         if isinstance(inner, (*FUNCTIONS, ast.ClassDef)):
             if isinstance(inner, FUNCTIONS):
                 yield f"{prefix}{inner.name}", inner
@@ -132,7 +161,7 @@ def _run_on_import(body: Iterable[ast.stmt]) -> Iterator[ast.AST]:
         if isinstance(node, ast.If) and _for_types(node):
             yield from _run_on_import(node.orelse)
         elif isinstance(node, (ast.If, ast.Try, ast.With)):
-            yield from _run_on_import(one for one in ast.iter_child_nodes(node) if isinstance(one, ast.stmt))
+            yield from _run_on_import(one for one in children(node) if isinstance(one, ast.stmt))
         elif not isinstance(node, FUNCTIONS):
             yield node
 

@@ -20,6 +20,7 @@ from moe_lora.cli import batch_run
 from moe_lora.cli.batch_run import BatchRun
 from moe_lora.cli.main import main
 from moe_lora.config.cluster import ClusterConfig
+from moe_lora.core import processes
 from moe_lora.serve.batches.lines import Results, read_lines
 from moe_lora.serve.limits import Limits, Waiting
 from tests.patience import PATIENCE_S
@@ -106,7 +107,8 @@ def test_many_wrong_lines_are_a_number(tmp_path, tokenizer):
 
 def start(file: Path, *options: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "moe_lora.cli.main", "batch", str(file), "-o"]
-    return subprocess.Popen([*command, str(file.with_suffix(".out")), *options], stderr=subprocess.PIPE)
+    words = [*command, str(file.with_suffix(".out")), *options]
+    return processes.subprocess.Popen(words, stderr=subprocess.PIPE)  # may fork, see `tests.forked_children`
 
 
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGINT])
@@ -209,10 +211,10 @@ def test_an_own_instance_answers_as_a_server(tmp_path):
     )
     options = [str(DEMO / "model"), *few_adapters("upper", "reverse"), "--eager", "--threads", "1"]
     command = [sys.executable, "-m", "moe_lora.cli.main", "batch", str(file), "-o"]
-    done = subprocess.run(
-        [*command, str(file.with_suffix(".out")), *options], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    words = [*command, str(file.with_suffix(".out")), *options]
+    done = processes.subprocess.Popen(words, stderr=subprocess.PIPE)  # may fork, see `tests.forked_children`
+    _, said = done.communicate(timeout=PATIENCE_S)
+    assert done.returncode == 0, said.decode()
     found = [results(file)[f"n{index}"]["response"]["body"] for index in range(4)]
     assert [one["choices"][0]["text"] for one in found[1:3]] == ["HELLO", "cba"]
     assert found[3]["data"][0]["embedding"]

@@ -87,7 +87,7 @@ PRINTING = {
     "adapters list": ["adapters", "list", "demo/adapters", "--model", "demo/model"],
     "adapters check": ["adapters", "check", "demo/adapters", "--model", "demo/model"],
 }
-QUICK = ("version", "serve help", "adapters check")
+QUICK = ("version", "serve help")
 
 
 @pytest.mark.parametrize("name", with_quick(PRINTING, QUICK))

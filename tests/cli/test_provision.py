@@ -29,7 +29,7 @@ from tests.provision.plan.conftest import shares_computed_once  # noqa: F401  (t
 ROOT = Path(__file__).parents[2]
 
 
-FEW = 600
+FEW = 200
 """Requests of a check."""
 
 
@@ -154,8 +154,8 @@ def test_prefixes_are_by_adapter_only_where_the_plan_is_for_the_traces(tmp_path:
 @pytest.mark.parametrize(
     ("popularity", "same_as"),
     [
-        ("zipf:0.7", lambda names: zipf(names, 0.7)),
-        ("long-tail", long_tail),
+        pytest.param("zipf:0.7", lambda names: zipf(names, 0.7), marks=pytest.mark.slow),
+        pytest.param("long-tail", long_tail, marks=pytest.mark.slow),
         ("loraserve:production", production_ranks),
         ("loraserve:shifting", lambda names: shifting_ranks(names).at(0.5)),
     ],
@@ -436,7 +436,7 @@ def test_the_readmes_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (line,) = [line for line in text.splitlines() if line.startswith("moe-lora provision")]
     words = [word.replace("demo/trace.csv", str(ROOT / "demo" / "trace.csv")) for word in line.split()[1:]]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(replayed, "NUM_REQUESTS", 12_000)
+    monkeypatch.setattr(replayed, "NUM_REQUESTS", 3_000)
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 0, result.output
     assert read_cluster("plan.yaml").engine.max_num_batched_tokens < 2048

@@ -14,7 +14,7 @@ import pytest
 from tests.dist.cluster_jobs import Cluster, Host, alive, local_answers, make_requests, until
 from tests.patience import PATIENCE_S
 
-REQUESTS = make_requests(12)
+REQUESTS = make_requests(6)
 NOBODY = "no LLM instance is running: none has dialled in"
 
 
@@ -62,6 +62,7 @@ def test_tokens_are_those_of_one_local_engine(running, expected):
     assert running.lora_server.count("instance instance-1 joined") == 1
 
 
+@pytest.mark.slow
 def test_lora_server_comes_and_goes_without_the_instance(running, expected):
     [before] = running.instance.workers()
     running.lora_server.stop()
@@ -72,6 +73,7 @@ def test_lora_server_comes_and_goes_without_the_instance(running, expected):
     assert running.instance.workers() == [before]
 
 
+@pytest.mark.slow
 def test_requests_of_an_instance_that_is_killed_go_on_at_the_other(running, expected):
     second = running.cluster.plain_instance("instance-2")
     running.front_end.wait_for("instance instance-2 dialled in")

@@ -28,7 +28,7 @@ ADAPTERS = json.loads((DEMO / "adapters" / "index.json").read_text())
 OPTIONS = (*few_adapters(*list(ADAPTERS)[:12]), "--eager", "--instances", "2", "--dtype", "float32")
 BY_TURNS = ("--routing", "round_robin")
 MODELS = [*list(ADAPTERS)[:7], "demo"]
-NUM_TOKENS = 200
+NUM_TOKENS = 80
 """Of each stream: enough for a kill in its middle."""
 
 

@@ -34,7 +34,7 @@ from moe_lora.serve.frontend import Frontend
 from moe_lora.serve.server import create_app
 from tests.patience import PATIENCE_S
 
-from .conftest import as_served, frontend_of
+from .conftest import as_served, frontend_of, scripted
 from .live_server import ServerThread
 from .scripted_engine import adapter_info
 
@@ -69,7 +69,20 @@ def front_end() -> dict[str, object]:
 
 @pytest.fixture
 def tenants(engine, tokenizer, tmp_path, front_end) -> Iterator[Tenants]:
-    file = tmp_path / "keys.json"
+    with served_tenants(engine, tokenizer, tmp_path / "keys.json", front_end) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def refused(tokenizer, tmp_path_factory) -> Iterator[Tenants]:
+    """The same for tests whose requests are all refused."""
+    file = tmp_path_factory.mktemp("refused") / "keys.json"
+    with served_tenants(scripted(tokenizer), tokenizer, file, {}) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def served_tenants(engine, tokenizer, file: Path, front_end: dict[str, object]) -> Iterator[Tenants]:
     given = {
         "acme": rights("acme", "acme-*", "common"),
         "globex": rights("globex", "globex-*", "common", share=2.0),
@@ -119,7 +132,7 @@ def same_but_names(response: httpx.Response, name: str) -> tuple[int, str, list[
 @pytest.mark.parametrize(
     "key", [None, "nobody", "moelora-", "moelora-00000000-x", "moelora--", "Bearer", "\u00fc-1-2"]
 )
-def test_without_a_valid_key_nothing_is_served_but_health(tenants, key):
+def test_without_a_valid_key_nothing_is_served_but_health(refused, key):
     headers = {} if key is None else {"Authorization": f"Bearer {key}".encode("latin-1")}
     for method, path in (
         ("POST", "/v1/completions"),
@@ -127,20 +140,20 @@ def test_without_a_valid_key_nothing_is_served_but_health(tenants, key):
         ("GET", "/metrics"),
         ("GET", "/"),
     ):
-        found = tenants.http.request(method, path, headers=headers)
+        found = refused.http.request(method, path, headers=headers)
         assert (found.status_code, found.headers["WWW-Authenticate"]) == (401, "Bearer")
         assert found.json()["error"]["type"] == "AuthenticationError"
-    assert tenants.http.get("/health").status_code == 200
-    assert not tenants.engine.requests
+    assert refused.http.get("/health").status_code == 200
+    assert not refused.engine.requests
 
 
 @pytest.mark.parametrize("change", ["last", "digest", "case", "cut", "longer", "id of another", "basic"])
-def test_a_key_that_is_nearly_right_is_wrong(tenants, change):
-    key = tenants.keys["acme"]
-    other = tenants.keys["globex"].split("-", 2)
+def test_a_key_that_is_nearly_right_is_wrong(refused, change):
+    key = refused.keys["acme"]
+    other = refused.keys["globex"].split("-", 2)
     text = {
         "last": key[:-1] + ("a" if key[-1] != "a" else "b"),
-        "digest": read_keys(tenants.file)[0].digest,
+        "digest": read_keys(refused.file)[0].digest,
         "case": key.swapcase(),
         "cut": key[:-1],
         "longer": key + "a",
@@ -148,9 +161,9 @@ def test_a_key_that_is_nearly_right_is_wrong(tenants, change):
         "basic": key,
     }[change]
     kind = "Basic" if change == "basic" else "Bearer"
-    found = tenants.http.get("/v1/models", headers={"Authorization": f"{kind} {text}"})
+    found = refused.http.get("/v1/models", headers={"Authorization": f"{kind} {text}"})
     assert found.status_code == 401
-    assert tenants.http.get("/v1/models", headers={"Authorization": f"bearer {key}"}).status_code == 200
+    assert refused.http.get("/v1/models", headers={"Authorization": f"bearer {key}"}).status_code == 200
 
 
 ADMINS = [
@@ -191,30 +204,30 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize(("method", "path"), ADMINS)
-def test_tenants_may_not_do_what_administrators_do(tenants, method, path):
+def test_tenants_may_not_do_what_administrators_do(refused, method, path):
     body = {"lora_name": "globex-secret", "lora_path": "/srv"}
-    found = tenants.http.send(
-        tenants.http.build_request(
+    found = refused.http.send(
+        refused.http.build_request(
             method,
-            httpx.URL(str(tenants.http.base_url).rstrip("/") + path),
+            httpx.URL(str(refused.http.base_url).rstrip("/") + path),
             json=body,
-            headers={"Authorization": f"Bearer {tenants.keys['acme']}"},
+            headers={"Authorization": f"Bearer {refused.keys['acme']}"},
         )
     )
     assert found.status_code == 403, found.text
     assert "globex" not in found.text.replace(path, "")
-    assert set(tenants.engine.adapters) >= {"globex-secret", "acme-x", "common"}
-    assert not any(one.pinned for one in tenants.engine.adapters.values())
+    assert set(refused.engine.adapters) >= {"globex-secret", "acme-x", "common"}
+    assert not any(one.pinned for one in refused.engine.adapters.values())
 
 
 @pytest.mark.parametrize(("method", "path"), UNKNOWN)
 @pytest.mark.parametrize("who", ["acme", "admin"])
-def test_what_is_nowhere_is_missing_and_not_forbidden(tenants, method, path, who):
-    url = httpx.URL(str(tenants.http.base_url).rstrip("/") + path)
-    headers = {"Authorization": f"Bearer {tenants.keys[who]}"}
-    found = tenants.http.send(tenants.http.build_request(method, url, headers=headers))
+def test_what_is_nowhere_is_missing_and_not_forbidden(refused, method, path, who):
+    url = httpx.URL(str(refused.http.base_url).rstrip("/") + path)
+    headers = {"Authorization": f"Bearer {refused.keys[who]}"}
+    found = refused.http.send(refused.http.build_request(method, url, headers=headers))
     assert found.status_code in ((404,) if who == "acme" else (404, 307)), found.text
-    without = tenants.http.send(tenants.http.build_request(method, url))
+    without = refused.http.send(refused.http.build_request(method, url))
     assert without.status_code == (401 if path == "/metrics/" else 404), without.text
 
 
@@ -310,10 +323,10 @@ def test_another_tenants_adapter_is_as_one_that_does_not_exist(tenants, path, st
         "globex-secre?",
     ],
 )
-def test_no_spelling_of_a_name_leads_to_another_tenants_adapter(tenants, name):
-    assert tenants.complete("acme", name).status_code == 404
-    assert tenants.ask("acme", "GET", f"/v1/models/{name}").status_code == 404
-    assert not tenants.engine.requests
+def test_no_spelling_of_a_name_leads_to_another_tenants_adapter(refused, name):
+    assert refused.complete("acme", name).status_code == 404
+    assert refused.ask("acme", "GET", f"/v1/models/{name}").status_code == 404
+    assert not refused.engine.requests
 
 
 def test_a_wrong_request_for_another_tenants_adapter_is_refused_as_for_one_that_is_not(tenants):
@@ -474,7 +487,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(access.time, "monotonic", found.monotonic)
+    monkeypatch.setattr(access, "time", found)  # the module itself is of running servers too
     return found
 
 
@@ -595,7 +608,7 @@ def test_a_key_has_so_many_tokens_a_minute_and_owes_what_an_answer_took_beyond(t
 def test_over_any_time_a_key_has_its_rate_and_a_minutes_worth(per_minute, steps):
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(access.time, "monotonic", clock.monotonic)
+        patch.setattr(access, "time", clock)
         allowance = access.Allowance("tokens", per_minute)
         taken = largest = 0.0
         for wait_s, amount in steps:

@@ -7,12 +7,16 @@ import json
 import re
 import socket
 import time
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import openai
 import pytest
 
+from tests.grids import with_quick
 from tests.patience import PATIENCE_S
+
+from .live_server import Served
 
 HUGE = 10**400
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
@@ -26,6 +30,17 @@ def error_of(response, status, kind="BadRequestError"):
     assert error["type"] == kind
     assert error["code"] in (status, "context_length_exceeded")
     return error["message"]
+
+
+@pytest.fixture(params=with_quick(["unchanged", "demo"], ["unchanged"]))
+def any_server(request) -> Iterator[Served]:
+    """By default without a model: `test_fuzz.py` sends wrong bodies to both servers."""
+    found = request.getfixturevalue(request.param)
+    if request.param == "unchanged":
+        yield found
+        return
+    with Served.at(found.url, "demo", "upper", max_model_len=256, vocab_size=128) as served:
+        yield served
 
 
 @pytest.fixture(autouse=True)

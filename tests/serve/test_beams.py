@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -22,16 +23,22 @@ BODY = {"prompt": PROMPT, "n": WIDTH, "max_tokens": LENGTH, "use_beam_search": T
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "use_beam_search": True, "max_tokens": 3}
 
 
+@cache
+def likeliest(adapter, tokens):
+    """Log probabilities and ids of the oracle after the prompt and these tokens."""
+    folder = None if adapter is None else DEMO / "adapters" / adapter
+    logits = reference_logits(DEMO / "model", folder, [*PROMPT, *tokens])[-1]
+    top = torch.log_softmax(logits, dim=-1).topk(2 * WIDTH)
+    return list(zip(top.values.tolist(), top.indices.tolist(), strict=True))
+
+
 def searched(adapter, ends=(), length_penalty=1.0):
     """Total and tokens of the best beams, from the oracle's logits after each beam."""
-    folder = None if adapter is None else DEMO / "adapters" / adapter
     beams, ended = [(0.0, ())], []
     for _ in range(LENGTH):
         longer = []
         for total, tokens in beams:
-            logits = reference_logits(DEMO / "model", folder, [*PROMPT, *tokens])[-1]
-            top = torch.log_softmax(logits, dim=-1).topk(2 * WIDTH)
-            for score, token_id in zip(top.values.tolist(), top.indices.tolist(), strict=True):
+            for score, token_id in likeliest(adapter, tokens):
                 longer.append((total + score, (*tokens, token_id)))
         longer.sort(reverse=True)
         ended += [one for one in longer if one[1][-1] in ends]

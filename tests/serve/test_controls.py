@@ -29,7 +29,11 @@ SEVERAL = ("--front-ends", "2", "--instances", "2", "--routing", "round_robin")
 NUM = 6
 
 
-@pytest.fixture(scope="module", params=[(), SEVERAL], ids=["alone", "several"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((), marks=pytest.mark.slow), SEVERAL],
+    ids=["alone", "several"],
+)
 def server(request, tmp_path_factory) -> Iterator[DemoServer]:
     with demo_server(tmp_path_factory.mktemp("controls") / "log", *OPTIONS, *request.param) as server:
         if request.param:

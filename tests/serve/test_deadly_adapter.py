@@ -39,7 +39,7 @@ OPTIONS = (*few_adapters(*NEIGHBOURS), "--eager", "--instances", "2", "--dtype",
 @pytest.fixture(
     params=[
         pytest.param((), marks=pytest.mark.slow),
-        ("--lora-server", "EP1-PP1"),
+        pytest.param(("--lora-server", "EP1-PP1"), marks=pytest.mark.slow),
         pytest.param(("--front-ends", "2"), marks=pytest.mark.slow),
     ],
     ids=["coupled", "lora-server", "front-ends"],

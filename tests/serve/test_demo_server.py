@@ -23,6 +23,7 @@ import pytest
 
 from demo.tasks import MAX_CHARS, MIN_CHARS, TASKS, prompt_for, sample_text
 from tests.dist.cluster_jobs import alive
+from tests.grids import with_quick
 from tests.patience import PATIENCE_S
 
 from .demo_server import DEMO, demo_server
@@ -177,7 +178,7 @@ def test_signal_lets_a_stream_finish_and_nothing_of_the_server_is_left(tmp_path,
     assert list((tmp_path / "state").iterdir()) == []
 
 
-@pytest.mark.parametrize("options", [(), ("--front-ends", "2", "--lora-server", "EP1-PP1")])
+@pytest.mark.parametrize("options", with_quick([(), ("--front-ends", "2", "--lora-server", "EP1-PP1")], [()]))
 def test_a_server_that_is_told_to_end_while_it_starts_leaves_nothing(tmp_path, options):
     command = [sys.executable, "-m", "moe_lora.cli.main", "serve", str(DEMO / "model"), "--port", "0"]
     command += ["--eager", "--set", f"engine.state_dir={tmp_path / 'state'}", *options]

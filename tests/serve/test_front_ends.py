@@ -24,7 +24,7 @@ from tests.stopped_processes import stop
 
 from .demo_server import DEMO, DemoServer, demo_server, few_adapters
 
-NAMES = list(json.loads((DEMO / "adapters" / "index.json").read_text()))[:12]
+NAMES = list(json.loads((DEMO / "adapters" / "index.json").read_text()))[:4]
 OPTIONS = (*few_adapters(*NAMES), "--eager", "--dtype", "float32")
 SEVERAL = ("--front-ends", "2", "--instances", "2", "--placement", "loraserve")
 

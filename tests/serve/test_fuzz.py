@@ -73,7 +73,7 @@ def check(response):
 
 
 @SCHEMA.parametrize()
-@settings(LIMITED, max_examples=4, phases=[Phase.generate])
+@settings(LIMITED, max_examples=2, phases=[Phase.generate])
 def test_cases_from_the_openapi_document(case):
     case.call_and_validate(checks=[not_a_server_error], timeout=PATIENCE_S)
 

@@ -31,7 +31,7 @@ OPTIONS = (
     *("--eager", "--dtype", "float32", "--instances", "2"),
     *("--lora-server", "EP2-PP1", "--lora-capacity", "6"),
 )
-NUM_REQUESTS, IN_FLIGHT = 48, 24
+NUM_REQUESTS, IN_FLIGHT = 32, 16
 Answer = tuple[int, str, tuple[int, ...]]
 
 
@@ -41,8 +41,8 @@ def bodies() -> list[dict]:
         {
             "model": rng.choice([*ADAPTERS, "demo"]),
             "prompt": prompt_for(sample_text(rng, rng.randint(MIN_CHARS, MAX_CHARS))),
-            "max_tokens": 12,
-            "min_tokens": 12,
+            "max_tokens": 8,
+            "min_tokens": 8,
             "temperature": 0,
             "return_token_ids": True,
         }

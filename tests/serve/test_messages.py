@@ -328,9 +328,9 @@ def test_calls_are_forced_and_single():
         ({"lora_name": "shout"}, "name the adapter in model"),
     ],
 )
-def test_a_refusal_has_the_form_of_the_interface(server, body, words):
+def test_a_refusal_has_the_form_of_the_interface(unchanged, body, words):
     whole = {"messages": [USER], "max_tokens": 5, **body}
-    answer = server.post("/v1/messages", whole)
+    answer = unchanged.post("/v1/messages", whole)
     assert answer.status_code == 400, answer.text
     error = answer.json()
     assert error["type"] == "error"

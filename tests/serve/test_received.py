@@ -33,7 +33,7 @@ from .test_controls import SEVERAL, Http
 
 CONFIG = (DEMO / "adapters" / "upper" / "adapter_config.json").read_text()
 HEADERS = {"X-Adapter-Config": json.dumps(json.loads(CONFIG))}
-MOST_MB = 8
+MOST_MB = 6
 BODIES = "max_bodies_bytes_per_client"
 MOST_BODIES_BYTES = 1 << 14
 """Fewer than the bytes of an adapter: tensors count for `received_mb` alone."""
@@ -48,7 +48,14 @@ def headers(name: str) -> dict[str, str]:
     return {"X-Adapter-Config": json.dumps(json.loads(text))}
 
 
-@pytest.fixture(scope="module", params=[(), SEVERAL], ids=["alone", "several"])
+of_one = pytest.mark.parametrize("served", [()], indirect=True, ids=["alone"])
+"""Tests of one front end: several have the same code."""
+of_several = pytest.mark.parametrize(
+    "served", [pytest.param((), marks=pytest.mark.slow), SEVERAL], indirect=True, ids=["alone", "several"]
+)
+
+
+@pytest.fixture(scope="module")
 def served(request, tmp_path_factory) -> Iterator[DemoServer]:
     folder = tmp_path_factory.mktemp("received")
     root = folder / "adapters"
@@ -68,15 +75,12 @@ def served(request, tmp_path_factory) -> Iterator[DemoServer]:
         assert not [*root.glob("*received*")]
 
 
-of_one = pytest.mark.parametrize("served", [()], indirect=True, ids=["alone"])
-"""Tests of one front end: several have the same code."""
-
-
 @pytest.fixture
 def http(served) -> Http:
     return Http(served.url)
 
 
+@of_several
 def test_a_name_is_published_again_and_again_and_each_answer_names_its_version(http):
     texts = {name: http.complete(name, 8)["text"] for name in ("upper", "reverse")}
     for version in range(1, 5):
@@ -89,6 +93,7 @@ def test_a_name_is_published_again_and_again_and_each_answer_names_its_version(h
     assert http.ok("POST", "/v1/unload_lora_adapter", json={"lora_name": "team/policy"})
 
 
+@of_several
 def test_received_files_of_former_versions_are_removed(http):
     def folders() -> set[str]:
         cards = http.ok("GET", "/v1/adapters")["data"]
@@ -105,9 +110,12 @@ def test_received_files_of_former_versions_are_removed(http):
     assert sum(Path(path).exists() for path in paths) <= 2
 
 
+@pytest.mark.parametrize(
+    "served", [(), pytest.param(SEVERAL, marks=pytest.mark.slow)], indirect=True, ids=["alone", "several"]
+)
 def test_folders_of_unloaded_adapters_leave_room(http):
-    """Each body has 0.2 MB and the limit is 8 MB: 45 names fit only after their unloads."""
-    for number in range(45):
+    """Each body has 0.2 MB and the limit is 6 MB: 34 names fit only after their unloads."""
+    for number in range(34):
         http.ok("PUT", f"/v1/adapters/n{number}", content=save(tensors("upper")), headers=headers("upper"))
         assert http.ok("POST", "/v1/unload_lora_adapter", json={"lora_name": f"n{number}"})
 
@@ -176,6 +184,7 @@ def in_base64(content: bytes, **fields: object) -> dict[str, object]:
     }
 
 
+@of_several
 def test_tensors_in_base64_are_served(http):
     path = "/load_lora_adapter_from_tensors"
     for version in (1, 2):

@@ -25,6 +25,7 @@ from moe_lora.dist.cluster.instances import InstanceRegistry
 from tests.adapters.peft_folders import BASE, OTHER_BASE, alter, peft_folder
 from tests.dist.cluster.fleet_parts import CountingEngine
 from tests.dist.lora_server.cluster import until
+from tests.grids import with_quick
 
 from .conftest import app_of, as_served
 from .demo_server import DEMO, demo_server
@@ -279,7 +280,9 @@ def with_large(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "layout", [(), ("--front-ends", "2"), ("--instances", "2", "--set", "pool.replicas=1")], ids=len
+    "layout",
+    with_quick([(), ("--front-ends", "2"), ("--instances", "2", "--set", "pool.replicas=1")], [()]),
+    ids=len,
 )
 def test_adapters_above_the_rank_limit_are_unavailable_and_new_ones_are_refused(with_large, tmp_path, layout):
     options = ("--registry", str(with_large), "--max-lora-rank", "8", "--eager", *layout)

@@ -9,12 +9,9 @@ import os
 import pty
 import signal
 import ssl
-import subprocess
-import sys
 import textwrap
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -24,12 +21,12 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.processes import set_log_level
 from moe_lora.serve.limits import Limits
 from moe_lora.serve.reload import Reload, hang_ups_ignored, on_hang_up
+from tests.forked_programs import start_program
 from tests.patience import PATIENCE_S
 
 from .live_server import wait_until
 from .served_tenants import make_certificate
 
-ROOT = Path(__file__).parents[2]
 SERVING = """
     import asyncio, logging, sys
     from moe_lora.serve.reload import Reload
@@ -143,17 +140,13 @@ def test_a_hang_up_ends_the_server_only_when_its_terminal_is_gone(tmp_path):
 def test_a_new_certificate_is_shown_from_a_hang_up_on_and_half_of_one_is_not(tmp_path):
     (tmp_path / "new").mkdir()
     (cert, key), (new_cert, new_key) = make_certificate(tmp_path), make_certificate(tmp_path / "new")
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SERVING), str(cert), str(key)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout is not None
+    read, write = os.pipe()
+    output = os.fdopen(read)
+    with os.fdopen(write, "w") as file:
+        process = start_program(textwrap.dedent(SERVING), str(cert), str(key), stdout=file, stderr=file)
 
     def said(words: str) -> str:
-        for line in process.stdout:
+        for line in output:
             if words in line:
                 return line
         raise AssertionError(f"it ended before it said {words!r}")
@@ -177,10 +170,11 @@ def test_a_new_certificate_is_shown_from_a_hang_up_on_and_half_of_one_is_not(tmp
         wait_until(lambda: shown() == in_file(), "the new certificate is shown")
         assert in_file() != first
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=PATIENCE_S)
+        output.read()
+        assert process.wait(PATIENCE_S) == 0
     finally:
         process.kill()
-    assert process.returncode == 0
+        output.close()
 
 
 def test_hang_ups_do_nothing_while_a_server_starts():

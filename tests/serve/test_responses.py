@@ -327,8 +327,8 @@ def test_the_client_parses_a_schema():
         ({"lora_name": "shout"}, "lora_name", "name the adapter in model"),
     ],
 )
-def test_a_refusal_names_the_field(server, body, param, words):
-    answer = server.post("/v1/responses", {"input": "hello", **body})
+def test_a_refusal_names_the_field(unchanged, body, param, words):
+    answer = unchanged.post("/v1/responses", {"input": "hello", **body})
     error = answer.json()["error"]
     assert answer.status_code == 400, answer.text
     assert words in error["message"]

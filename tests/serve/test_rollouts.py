@@ -22,7 +22,6 @@ from moe_lora.adapters.registry.registry import Registry
 from moe_lora.cli.main import main
 from moe_lora.serve.api_keys import add_key
 from tests.dist.cluster_jobs import until
-from tests.grids import diagonal
 
 from .demo_server import DEMO, DemoServer, demo_server
 from .live_server import completion_events, wait_until
@@ -365,7 +364,14 @@ def check_key_of_one_adapter(ops: Http, clients: dict[str, Http]) -> None:
     assert "twice" in refused.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("several", "number"), diagonal([(), SEVERAL], [signal.SIGTERM, signal.SIGKILL]))
+@pytest.mark.parametrize(
+    ("several", "number"),
+    [
+        pytest.param(several, number, marks=() if several and number == signal.SIGKILL else pytest.mark.slow)
+        for several in ((), SEVERAL)
+        for number in (signal.SIGTERM, signal.SIGKILL)
+    ],
+)
 def test_an_alias_outlives_the_end_of_all_processes(tmp_path, several, number):
     options = (*stocked(tmp_path / "registry"), *several, *PATIENT)
     with demo_server(tmp_path / "first", *options) as server:

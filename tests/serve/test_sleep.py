@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from moe_lora.serve.server import create_app
-from tests.grids import diagonal
+from tests.grids import with_quick
 
 from .conftest import as_served, frontend_of
 from .demo_server import DemoServer, demo_server
@@ -61,14 +61,17 @@ def server(request, servers) -> DemoServer:
 
 
 def answers(http: Http) -> list[str]:
-    return [http.complete(model, 8, ignore_eos=True)["text"] for model in ("upper", "demo", "rot13") * 2]
+    return [http.complete(model, 6, ignore_eos=True)["text"] for model in ("upper", "demo") * 2]
 
 
+of_several = pytest.mark.parametrize("server", with_quick(KINDS, {"several"}), indirect=True)
+"""One kind by default: `tests/engine/test_sleep.py` has one process and ranks."""
 LEVELS = ("", "?level=1&mode=wait", "?level=2&mode=abort")
 TAGS = (["kv_cache"], ["kv_cache", "weights"], None)
 
 
-@pytest.mark.parametrize(("server", "level"), diagonal([*KINDS], LEVELS), indirect=["server"])
+@of_several
+@pytest.mark.parametrize("level", LEVELS)
 def test_all_instances_sleep_refuse_and_wake_up_with_the_same_tokens(server, level):
     http = Http(server.url)
     before, awake_kb = answers(http), arena_kb(server)
@@ -87,7 +90,8 @@ def test_all_instances_sleep_refuse_and_wake_up_with_the_same_tokens(server, lev
     assert answers(http) == before
 
 
-@pytest.mark.parametrize(("server", "tags"), diagonal([*KINDS], TAGS), indirect=["server"])
+@of_several
+@pytest.mark.parametrize("tags", with_quick(TAGS, TAGS[:2]))
 def test_memory_is_released_and_resumed_by_the_names_of_sglang(server, tags):
     http = Http(server.url)
     before = answers(http)
@@ -117,7 +121,7 @@ def test_a_killed_instance_starts_asleep(tmp_path):
         assert answers(http) == before
 
 
-@pytest.mark.parametrize("server", KINDS, indirect=True)
+@of_several
 def test_a_sleep_ends_running_requests_or_says_that_they_run(server):
     http = Http(server.url)
     http.ok("POST", "/pause?mode=keep&clear_cache=false")
@@ -130,7 +134,8 @@ def test_a_sleep_ends_running_requests_or_says_that_they_run(server):
     assert http.ok("GET", "/is_sleeping") == {"is_sleeping": False}
 
 
-@pytest.mark.parametrize(("server", "level"), diagonal([*KINDS], [1, 2]), indirect=["server"])
+@of_several
+@pytest.mark.parametrize("level", with_quick([1, 2], [2]))
 def test_kept_requests_go_on_after_the_sleep(server, level):
     http = Http(server.url)
     expected = http.complete("upper")["text"]
@@ -143,7 +148,7 @@ def test_kept_requests_go_on_after_the_sleep(server, level):
         assert {one.result()["text"] for one in running} == {expected}
 
 
-@pytest.mark.parametrize("server", ["alone"], indirect=True)
+@pytest.mark.parametrize("server", ["several"], indirect=True)
 @pytest.mark.parametrize(
     ("method", "path", "problem"),
     [

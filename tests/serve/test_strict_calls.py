@@ -14,6 +14,7 @@ from moe_lora.serve.http_errors import ApiError
 from moe_lora.serve.openai.parsers import TOOL_FORMATS, parser_class
 from moe_lora.serve.openai.parsers.answers import ParsedChoice, hidden_ids
 from moe_lora.serve.openai.parsers.choice import AnswerParsers
+from tests.grids import diagonal
 
 from .test_tags import A, B, Masks, grammar_of, tokenizer_with
 
@@ -71,8 +72,10 @@ def call_of(name: str, shape: str, function: str, arguments: Any) -> str:
     return shape.format(function, text)
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
-@pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if parser_class(name).SHAPES])
+@pytest.mark.parametrize(
+    ("name", "special"),
+    diagonal([name for name in TOOL_FORMATS if parser_class(name).SHAPES], [False, True]),
+)
 def test_strict_calls_hold_their_schema_and_other_text_is_free(name, special):
     kind = parser_class(name)
     marks = {*kind.OPEN, *kind.NOISE, *kind.MARKS, kind.CLOSE, getattr(kind, "KEY", "")} - {""}
@@ -101,8 +104,9 @@ def test_strict_calls_hold_their_schema_and_other_text_is_free(name, special):
 HIDDEN = "<|x|>"
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
-@pytest.mark.parametrize("name", ["hermes", "llama3_json", "qwen3_coder"])
+@pytest.mark.parametrize(
+    ("name", "special"), diagonal(["hermes", "llama3_json", "qwen3_coder"], [False, True])
+)
 def test_a_hidden_special_token_opens_no_call(name, special):
     """`MarkedText` drops the token, so the parser reads the text around as one."""
     marks = sorted(parsed_by(name).marks()) if special else []

@@ -28,7 +28,7 @@ from .test_received import headers, tensors
 
 CHAT = [{"role": "user", "content": "a"}]
 SWITCH = {"on_publish": "switch"}
-NUM_TOKENS = 96
+NUM_TOKENS = 64
 """Of each stream beside publications."""
 RUNS = [{"version": 1, "num_tokens": 2}, {"version": 2, "num_tokens": 3}]
 

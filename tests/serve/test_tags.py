@@ -56,7 +56,7 @@ PIECES = [
     " ",
     "1",
 ]
-NUM_TEXTS = 600
+NUM_TEXTS = 200
 
 
 def tokenizer_with(marks: Sequence[str], *, special: bool = True) -> Tokenizer:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second tenant's key comes while 16 requests of the first tenant stream: their tokens stay the same."""
+"""A second tenant's key comes while eight requests of the first tenant stream: their tokens stay the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.patience import PATIENCE_S
 from .demo_server import demo_server, few_adapters
 from .served_tenants import new_key
 
-STREAMS, TOKENS = 16, 120
+STREAMS, TOKENS = 8, 48
 MODELS = ("model", "upper", "reverse", "rot13")
 
 
@@ -61,7 +61,7 @@ def test_second_tenant_by_a_new_key_changes_no_tokens(tmp_path):
     file = tmp_path / "keys.json"
     first = new_key(file, "first", "--adapters", "*")
     options = ["--api-keys", str(file), *few_adapters(*MODELS[1:]), "--eager"]
-    options += ["--max-num-seqs", "16", "--dtype", "float32"]
+    options += ["--max-num-seqs", str(STREAMS), "--dtype", "float32"]
     with (
         demo_server(tmp_path / "log", *options) as server,
         client_of(server.url, first) as http,

@@ -104,19 +104,19 @@ def test_every_field_of_vllm_and_sglang_that_changes_an_answer_is_known(name):
         for j, endpoint in enumerate((("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)))
     ],
 )
-def test_a_value_that_would_change_the_answer_is_refused(server, path, body, name):
+def test_a_value_that_would_change_the_answer_is_refused(unchanged, path, body, name):
     if name not in (ChatRequest if "messages" in body else CompletionRequest).model_fields:
-        error = error_of(server.post(path, {**body, name: [{"telling": 1}]}))
+        error = error_of(unchanged.post(path, {**body, name: [{"telling": 1}]}))
         assert (error["param"], error["message"].startswith(f"{name} is not supported")) == (name, True)
     for neutral in NEUTRAL[name]:
-        answer = server.post(path, {**body, name: neutral})
+        answer = unchanged.post(path, {**body, name: neutral})
         assert (answer.status_code, HEADER in answer.headers) == (200, False)
 
 
 @ENDPOINTS
-def test_an_id_that_aborts_nothing_is_refused(server, path, body):
+def test_an_id_that_aborts_nothing_is_refused(unchanged, path, body):
     """Requests of /generate alone are aborted by their rid."""
-    error = error_of(server.post(path, {**body, "rid": "mine"}))
+    error = error_of(unchanged.post(path, {**body, "rid": "mine"}))
     assert (error["param"], error["message"].split(";")[0]) == ("rid", "rid is not supported")
 
 
@@ -159,12 +159,12 @@ def test_unknown_fields_are_ignored_and_named(any_server, path, body, stream):
     assert HEADER not in any_server.post(path, {**body, "stream": stream}).headers
 
 
-def test_unknown_stream_options_are_named_too(server):
+def test_unknown_stream_options_are_named_too(unchanged):
     options = {"include_usage": True, "every": 2}
-    answer = server.post("/v1/completions", {**PROMPT, "stream": True, "stream_options": options})
+    answer = unchanged.post("/v1/completions", {**PROMPT, "stream": True, "stream_options": options})
     assert answer.headers[HEADER] == "stream_options.every"
     options = {"inclde_usage": True}
-    answer = server.post("/v1/completions", {**PROMPT, "stream": True, "stream_options": options})
+    answer = unchanged.post("/v1/completions", {**PROMPT, "stream": True, "stream_options": options})
     assert "did you mean include_usage" in error_of(answer)["message"]
 
 
@@ -208,8 +208,8 @@ def test_unknown_fields_are_refused_where_the_server_is_told_so(tokenizer, path,
     ],
 )
 @ENDPOINTS
-def test_a_misspelled_field_is_refused_with_the_right_name(server, path, body, name, meant):
-    error = error_of(server.post(path, {**body, name: 1}))
+def test_a_misspelled_field_is_refused_with_the_right_name(unchanged, path, body, name, meant):
+    error = error_of(unchanged.post(path, {**body, name: 1}))
     assert (error["param"], error["message"]) == (
         name,
         f"{name} is not a field of this request; did you mean {meant}?",
@@ -242,10 +242,12 @@ def test_unknown_names_cost_few_steps_each():
     assert num_lines < 50 * len(names) * len(own)
 
 
-def test_a_misspelled_field_of_a_load_is_refused(server):
-    answer = server.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "x", "load_in_place": True})
+def test_a_misspelled_field_of_a_load_is_refused(unchanged):
+    answer = unchanged.post(
+        "/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "x", "load_in_place": True}
+    )
     assert "did you mean load_inplace" in error_of(answer)["message"]
-    answer = server.post("/v1/unload_lora_adapter", {"lora_name": "shout", "note": 1})
+    answer = unchanged.post("/v1/unload_lora_adapter", {"lora_name": "shout", "note": 1})
     assert (answer.status_code, answer.headers[HEADER]) == (200, "note")
 
 
@@ -261,16 +263,16 @@ def test_each_name_is_logged_once_and_few_in_all(server, caplog):
 
 
 @pytest.mark.parametrize("name", ["a, b", "a\r\nX-Evil: 1", "größe", "x" * 5000, "", " "])
-def test_any_name_makes_a_header(server, name):
-    answer = server.post("/v1/completions", {**PROMPT, name: 1})
+def test_any_name_makes_a_header(unchanged, name):
+    answer = unchanged.post("/v1/completions", {**PROMPT, name: 1})
     assert answer.status_code == 200
     assert "x-evil" not in answer.headers
     assert 0 < len(answer.headers[HEADER]) < 1000
     assert "," not in answer.headers[HEADER]
 
 
-def test_a_name_that_is_no_text_is_refused(server):
-    assert error_of(server.post("/v1/completions", {**PROMPT, "\ud800": 1}))["message"]
+def test_a_name_that_is_no_text_is_refused(unchanged):
+    assert error_of(unchanged.post("/v1/completions", {**PROMPT, "\ud800": 1}))["message"]
 
 
 def test_many_unknown_fields_are_refused(any_server):
@@ -320,5 +322,5 @@ def test_messages_as_clients_have_them_are_answered(any_server, message):
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
     ],
 )
-def test_messages_that_would_lose_their_content_are_refused(server, message):
-    assert error_of(server.post("/v1/chat/completions", {**CHAT, "messages": [message]}))["message"]
+def test_messages_that_would_lose_their_content_are_refused(unchanged, message):
+    assert error_of(unchanged.post("/v1/chat/completions", {**CHAT, "messages": [message]}))["message"]

@@ -291,7 +291,7 @@ def test_tensors_that_do_not_fit_exactly_are_refused(case, per_expert, shape_of,
         assert key in message
 
 
-@pytest.mark.parametrize("num_tensors", [2_000, 500_000])
+@pytest.mark.parametrize("num_tensors", [2_000, 100_000])
 def test_a_file_with_far_too_many_tensors_is_refused_by_its_header(
     num_tensors, per_expert, shape_of, tmp_path
 ):
@@ -401,7 +401,7 @@ READ_KEYS = (
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(changes=st.dictionaries(st.sampled_from(READ_KEYS), JSON, min_size=1, max_size=3))
 def test_any_json_in_the_config_is_read_or_refused_but_never_fails_otherwise(changes):
     tensors = {f"model.layers.{i}.self_attn.q_proj.lora_A.weight": torch.ones(4, 32) for i in (0, 1)}

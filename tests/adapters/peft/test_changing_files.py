@@ -63,7 +63,7 @@ def test_file_rewritten_in_place_while_it_is_read_is_refused_and_the_process_liv
     reader = start_program(READER, *words, stdout=subprocess.PIPE)
     assert reader.stdout is not None
     assert reader.stdout.readline() == b"ready\n"
-    for _ in range(1000):
+    for _ in range(300):
         if reader.poll() is not None:
             break
         with (adapter / WEIGHTS_FILE).open("wb", buffering=0) as file:  # as cp does

@@ -275,7 +275,7 @@ ENTRY = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     changes=st.lists(
         st.tuples(NAMES, ENTRY | st.sampled_from([*GOOD.values()]) | NUMBERS), min_size=0, max_size=3
@@ -297,7 +297,7 @@ def test_any_header_is_read_as_safetensors_reads_it_or_refused(changes, cut, num
     }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.binary(max_size=200), length=st.integers(0, 2**64 - 1) | st.integers(0, 200))
 def test_any_bytes_are_refused_by_both(data, length, tmp_path_factory):
     path = tmp_path_factory.mktemp("bytes") / WEIGHTS_FILE

@@ -16,6 +16,7 @@ from moe_lora.adapters.peft.file_check import check_adapter
 from moe_lora.adapters.peft.reader import pack_state_dict, read_adapter
 from moe_lora.core.errors import AdapterError
 from tests.families import make_adapter
+from tests.grids import with_quick
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT = "base_model.model."
@@ -68,7 +69,7 @@ LANGUAGE = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "mixtral", "dbrx"])
+@pytest.fixture(scope="module", params=with_quick(["llama", "mixtral", "dbrx"], ("mixtral", "dbrx")))
 def family(request) -> str:
     return request.param
 

@@ -27,6 +27,7 @@ from moe_lora.models.checkpoint import SINGLE_NAME
 from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas
 from tests.adapters.peft.test_outer_sites import change, outer_adapter
 from tests.families import ALL_FAMILIES, load_model, make_checkpoint
+from tests.grids import with_quick
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
@@ -84,7 +85,10 @@ def test_replaced_rows_pack_as_peft_merges(form, tied, bases, tmp_path):
     assert_same_deltas(packed_deltas(read(base, target), shape), expected)
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+QUICK = ("llama", "gpt_oss", "dbrx", "glm4_moe", "qwen3_5_moe", "deepseek_v3", "gemma4")
+
+
+@pytest.mark.parametrize("family", with_quick(ALL_FAMILIES, QUICK))
 def test_trained_tokens_of_each_family_pack_as_peft_merges(family, checkpoint, shape_of, tmp_path):
     base, shape = checkpoint(family), shape_of(family)
     adapter = outer_adapter(family, base, tmp_path / "a", trainable_token_indices=[5, 0, 71])

@@ -15,6 +15,7 @@ from moe_lora.adapters.peft.reader import bare_layers, read_adapter
 from moe_lora.core.errors import AdapterError
 from tests.adapters.dense import assert_same_deltas, packed_deltas
 from tests.families import MOE_FAMILIES, NUM_EXPERTS, PER_EXPERT_FAMILIES, make_adapter
+from tests.grids import diagonal
 
 STYLES = {"w": ("w1", "w3", "w2"), "proj": ("gate_proj", "up_proj", "down_proj")}
 _EXPERT = re.compile(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.lora_([AB])\.weight")
@@ -69,9 +70,9 @@ def per_expert(family, base, path, **config):
     return rewritten(source, path.with_name("shared"), with_shared_outer(load_file(source / WEIGHTS_FILE)))
 
 
-@pytest.mark.parametrize("family", PER_EXPERT_FAMILIES)
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("family", "style", "shared"), diagonal(PER_EXPERT_FAMILIES, [*STYLES], [True, False, False])
+)
 def test_stacked_experts_are_the_experts_of_single_modules(
     family, style, shared, checkpoint, shape_of, tmp_path
 ):

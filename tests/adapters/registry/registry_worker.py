@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that work on a registry, and are killed at a chosen step or by others.
 
-python -m tests.adapters.registry.registry_worker kill FOLDER SOURCES MOST
+python -m tests.adapters.registry.registry_worker kill FOLDER SOURCES STRIDE
 python -m tests.adapters.registry.registry_worker mix FOLDER SOURCES SEED
 """
 
@@ -18,6 +18,7 @@ from moe_lora.core.errors import AdapterNotFoundError
 from tests.adapters.peft_folders import BASE
 
 NUM_CONTENTS, NUM_NAMES, NUM_CHANGES = 6, 3, 30
+MOST_STEPS = 300
 
 
 class KillAt:
@@ -51,12 +52,12 @@ def change(registry: Registry, sources: Path, step: int) -> None:
     registry.remove("x")
 
 
-def kill(folder: Path, sources: Path, most: int) -> None:
-    """For each step a registry of its own and a process killed at that step, until one ends by itself.
+def kill(folder: Path, sources: Path, stride: int) -> None:
+    """For each step of the stride a registry and a process killed at that step, until one ends by itself.
 
     Prints how each ended.
     """
-    for step in range(most):
+    for step in range(0, MOST_STEPS, stride):
         with Registry(folder / str(step), create=True) as registry:
             registry.add("x", sources / "0", base_hash=BASE)
             registry.add("other", sources / "2", base_hash=BASE)

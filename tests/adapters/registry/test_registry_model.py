@@ -133,4 +133,4 @@ class RegistryMachine(RuleBasedStateMachine):
 
 
 TestRegistryMachine = RegistryMachine.TestCase
-TestRegistryMachine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestRegistryMachine.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
