@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +19,9 @@ from moe_lora.config.optional_parts import SourcesConfig
 from .errors import user_errors
 from .options import headed, model_options, refuse_given, section_options
 from .vllm_words import NOTES, VllmCommand, show_vllm_options
+
+if TYPE_CHECKING:
+    from moe_lora.config.cluster import ClusterConfig
 
 _HEADINGS = ("Model", "Adapters", "LoRA Server", "Scaling", "Access", "More")
 """Of --help, in this order."""
@@ -118,13 +122,7 @@ def serve(
         raise click.UsageError(
             "scaling is for one front end with all its instances; leave out scaling, --role and --front-ends"
         )
-    if role == "front-end" and cluster.controllers_at:
-        names = ["lora_modules", "lora_dir", *(name for name in options if name.startswith("registry"))]
-        refuse_given(names, "adapters are the controller's; give {} to the controller")
-    if role == "controller":
-        of_http = ("host", "port", "api_keys", "tls_cert", "tls_key", "adapter_chat_template")
-        names = ["given_keys", *(f"front_end__{name}" for name in of_http)]
-        refuse_given(names, "a controller serves no HTTP; give {} to the front ends")
+    _refuse_of_others(cluster, role, options)
     set_log_level(cluster.front_end.log_level)
     reload = None
     quiet: AbstractContextManager[None] = nullcontext()
@@ -144,3 +142,16 @@ def serve(
         if num_front_ends > 1:
             raise SystemExit(assemble.serve_host(cluster, num_front_ends, reload))
         assemble.serve(cluster, reload)
+
+
+def _refuse_of_others(cluster: ClusterConfig, role: str, names: Iterable[str]) -> None:
+    """Raises UsageError for given options of other roles.  names: of all options."""
+    if role == "front-end" and cluster.controllers_at:
+        of_adapters = ["lora_modules", "lora_dir", *(name for name in names if name.startswith("registry"))]
+        refuse_given(of_adapters, "adapters are the controller's; give {} to the controller")
+    elif role == "controller":
+        of_http = ("host", "port", "api_keys", "tls_cert", "tls_key", "adapter_chat_template")
+        refuse_given(
+            ["given_keys", *(f"front_end__{name}" for name in of_http)],
+            "a controller serves no HTTP; give {} to the front ends",
+        )
