@@ -32,14 +32,14 @@ _LEAVES = {"ctx", "op", "ops", "id", "attr", "name", "kind", "type_comment"}
 
 
 @cache
-def _inner_fields(kind: type[ast.AST]) -> tuple[str, ...]:
-    return tuple(name for name in kind._fields if name not in _LEAVES)
+def _inner_fields(fields: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in fields if name not in _LEAVES)
 
 
 def children(node: ast.AST) -> list[ast.AST]:
     """The nodes right below, without contexts and operators."""
     found: list[ast.AST] = []
-    for name in _inner_fields(node.__class__):
+    for name in _inner_fields(node._fields):
         value = getattr(node, name, None)
         if value.__class__ is list:
             found += [one for one in value if isinstance(one, ast.AST)]
