@@ -261,7 +261,7 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
         "merged",
         "tests/models/test_weight_merge.py::test_mixed_steps_give_the_tokens_of_peft",
         *("qwen3", "granite", *SIZED),
-        families=(*FURTHER, *SIZED),
+        families=(*FURTHER, *SIZED, *NEWER_ALONE, RECURRENT[2]),
     ),
     *(
         InCi(
