@@ -197,6 +197,13 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
     ),
     InCi(
         device="CPU",
+        feature="migration",
+        families=tuple(name for name in FAMILIES if name not in ("mixtral", LATENT[1])),
+        test="tests/dist/cluster/test_migration.py::test_moved_answers_of_each_family_are_those_of_peft",
+        slow=True,
+    ),
+    InCi(
+        device="CPU",
         feature="pool",
         families=("mixtral",),
         test="tests/serve/test_pool_instances.py::test_answers_are_the_same_and_each_adapter_is_held_once",
