@@ -85,7 +85,6 @@ NEWER_ALONE = (
     *("qwen3_vl_moe", "flex_olmo"),
 )
 NEWER = (*NEWER_ALONE, "ernie4_5_moe", *NEWER_SHARED)
-HOSTED = tuple(name for name in NEWER_ALONE if name in DENSE and name != "glm4")
 NEWER_MOE = tuple(name for name in NEWER if name in MOE)
 LATENT = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite")
 FURTHER_MOE = ("olmoe", "granitemoe", "phimoe", "minimax_m2")
@@ -256,7 +255,7 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
         "host workers",
         "tests/engine/test_host_assisted.py::test_cold_requests_answer_as_peft_does",
         *("olmoe", *SIZED),
-        families=(*FURTHER, *SIZED, *HOSTED),
+        families=(*FURTHER, *SIZED, *NEWER),
     ),
     *_later(
         "quantised",
