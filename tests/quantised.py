@@ -28,7 +28,7 @@ from .families import load_model
 
 QUANTISED = (
     *("qkv.weight", "o.weight", "attention.gate.weight", "gate_up.weight", "down.weight"),
-    *(f"attention.{name}.weight" for name in ("q", "q_a", "q_b", "kv_a")),
+    *(f"attention.{name}.weight" for name in ("q", "q_a", "q_b", "kv_a", "qkvz", "out")),
 )
 
 
@@ -59,7 +59,7 @@ def dequantised(weight: torch.Tensor, quantisation: Quantisation) -> torch.Tenso
 
 
 LINEAR = re.compile(
-    r"(?:[qkvo]_proj|Wqkv|out_proj|gate_proj|up_proj|down_proj|gate_up_proj|[wv][123])(?:\.weight)?$"
+    r"(?:[qkvo]_proj|Wqkv|out_proj|gate_proj|up_proj|down_proj|gate_up_proj|(?:in|out)put_linear|[wv][123])(?:\.weight)?$"
 )
 PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 

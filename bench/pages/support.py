@@ -80,6 +80,12 @@ def _later(feature: str, test: str, *quick: str, families: tuple[str, ...]) -> t
 RECURRENT = ("qwen3_next", "qwen3_5_moe", "qwen3_5")
 SIZED = ("gemma4",)
 NEWER_SHARED = ("dots1", "granitemoeshared")
+NEWER_ALONE = (
+    *("ministral3", "seed_oss", "smollm3", "ernie4_5", "glm4", "olmo2", "olmo3", "exaone4", "gemma3"),
+    *("qwen3_vl_moe", "flex_olmo"),
+)
+NEWER = (*NEWER_ALONE, "ernie4_5_moe", *NEWER_SHARED)
+NEWER_MOE = tuple(name for name in NEWER if name in MOE)
 LATENT = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite")
 FURTHER_MOE = ("olmoe", "granitemoe", "phimoe", "minimax_m2")
 FURTHER = ("qwen3", "mistral", "qwen2", "granite", "phi3", *FURTHER_MOE)
@@ -175,7 +181,10 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
     InCi(
         device="CPU",
         feature="merged",
-        families=("qwen3_moe", "dbrx", "ernie4_5_moe", "glm4_moe", "qwen2_moe", "afmoe", *NEWER_SHARED),
+        families=(
+            *("qwen3_moe", "dbrx", "ernie4_5_moe", "glm4_moe", "qwen2_moe", "afmoe", *NEWER_SHARED),
+            *(RECURRENT[1], *LATENT[:2]),
+        ),
         test="tests/models/test_weight_merge.py::test_mixed_steps_give_the_tokens_of_peft",
     ),
     InCi(
@@ -184,6 +193,13 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
         families=("mixtral",),
         test="tests/dist/cluster/test_migration.py::test_moved_answer_has_the_tokens_of_one_left_alone",
         named=False,
+    ),
+    InCi(
+        device="CPU",
+        feature="migration",
+        families=tuple(name for name in FAMILIES if name not in ("mixtral", LATENT[1])),
+        test="tests/dist/cluster/test_migration.py::test_moved_answers_of_each_family_are_those_of_peft",
+        slow=True,
     ),
     InCi(
         device="CPU",
@@ -221,37 +237,37 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
         "TP",
         "tests/engine/ranks/test_tensor_parallel.py::test_tokens_are_those_of_transformers_and_peft",
         *("qwen2", "olmoe", "granite", "phi3"),
-        families=FURTHER,
+        families=FURTHER + NEWER,
     ),
     *_later(
         "EP",
         "tests/engine/ranks/test_expert_parallel.py::test_tokens_are_those_of_one_process",
         *("granitemoe", "phimoe"),
-        families=FURTHER_MOE,
+        families=(*FURTHER_MOE, *NEWER_MOE, RECURRENT[0], LATENT[0], LATENT[2]),
     ),
     *_later(
         "LoRA Server",
         "tests/dist/test_same_tokens.py::test_a_server_changes_no_token_of_the_later_families",
         *("phi3", *SIZED),
-        families=(*FURTHER, *RECURRENT[:1], *SIZED),
+        families=(*FURTHER, *RECURRENT, *SIZED, *NEWER),
     ),
     *_later(
         "host workers",
         "tests/engine/test_host_assisted.py::test_cold_requests_answer_as_peft_does",
         *("olmoe", *SIZED),
-        families=(*FURTHER, *SIZED),
+        families=(*FURTHER, *SIZED, *NEWER),
     ),
     *_later(
         "quantised",
         "tests/engine/test_quantised.py::test_mixed_batch_continues_as_peft_does",
         *("qwen3", "phimoe", *SIZED),
-        families=(*FURTHER, *SIZED),
+        families=(*FURTHER, *SIZED, *NEWER, *RECURRENT, *LATENT),
     ),
     *_later(
         "merged",
         "tests/models/test_weight_merge.py::test_mixed_steps_give_the_tokens_of_peft",
         *("qwen3", "granite", *SIZED),
-        families=(*FURTHER, *SIZED),
+        families=(*FURTHER, *SIZED, *NEWER_ALONE, RECURRENT[2]),
     ),
     *(
         InCi(

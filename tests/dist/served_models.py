@@ -11,7 +11,6 @@ from moe_lora.core.request import GenerateRequest, SamplingParams
 from tests.families import (
     ALL_TARGETS,
     BESIDE_TARGETS,
-    DENSE_FAMILIES,
     PER_EXPERT_FAMILIES,
     VOCAB_SIZE,
     make_adapter,
@@ -49,19 +48,13 @@ def make_served_model(family: str, folder: Path) -> ServedModel:
             base,
             folder / name,
             lora_rank,
-            _targets(family, targets),
+            (*targets, *BESIDE_TARGETS) if "router" in targets else targets,
             seed=seed,
             form=form if family in PER_EXPERT_FAMILIES else "fused",
             scale=2 / lora_rank**0.5,
         )
         adapters.append((name, str(path)))
     return ServedModel(family, base, tuple(adapters))
-
-
-def _targets(family: str, targets: tuple[str, ...]) -> tuple[str, ...]:
-    if family in DENSE_FAMILIES:
-        return tuple(one for one in targets if one != "router")
-    return (*targets, *BESIDE_TARGETS) if "router" in targets else targets
 
 
 def requests_to(model: ServedModel) -> list[GenerateRequest]:

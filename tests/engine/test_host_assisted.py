@@ -32,7 +32,7 @@ from moe_lora.engine.build import build_engine
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.step.runner import ModelRunner
 from moe_lora.lora.row_routing import Lease, Source
-from tests.families import BESIDE_FAMILIES, FAMILIES, MOE_FAMILIES, NUM_LAYERS, later
+from tests.families import BESIDE_FAMILIES, FAMILIES, FURTHER, MOE_FAMILIES, NEWER, NUM_LAYERS, later
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.test_oracle import SLOTS, make_prompts
 from tests.oracle import greedy_reference
@@ -81,7 +81,10 @@ def expected_of(model, drafts) -> list[tuple[int, ...]]:
     ("family", "way"),
     [
         *(pytest.param(family, "all_at_once", marks=pytest.mark.slow) for family in FAMILIES),
-        *(pytest.param(*one.values, "all_at_once", marks=one.marks) for one in later("olmoe")),
+        *(
+            pytest.param(*one.values, "all_at_once", marks=one.marks)
+            for one in later("olmoe", families=FURTHER + NEWER)
+        ),
         ("gemma4", "all_at_once"),
         pytest.param("mixtral", "chunked_prefill", marks=pytest.mark.slow),
         pytest.param("llama", "compiled", marks=pytest.mark.slow),

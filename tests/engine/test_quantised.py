@@ -16,7 +16,15 @@ from moe_lora.core.errors import ConfigError
 from moe_lora.core.progress import silent
 from moe_lora.models.quantised_checkpoint import quantise_checkpoint
 from moe_lora.models.quantised_weight import quantisation_of
-from tests.families import BESIDE_FAMILIES, FURTHER, later, make_adapter
+from tests.families import (
+    BESIDE_FAMILIES,
+    FURTHER,
+    LATENT_FAMILIES,
+    NEWER,
+    RECURRENT_FAMILIES,
+    later,
+    make_adapter,
+)
 from tests.models.generated_code import captured_graphs
 from tests.models.test_oracle import make_prompts
 from tests.models.test_quantised import SLOTS, base  # noqa: F401  (the fixture)
@@ -55,6 +63,11 @@ CASES = [
     ("gemma4", "int8", "eager"),
     *(pytest.param(one, "int8", "compiled", marks=pytest.mark.slow) for one in FURTHER),
     *(pytest.param(*one.values, "int8", "eager", marks=one.marks) for one in later("qwen3", "phimoe")),
+    *(
+        pytest.param(one, "int8", "eager", marks=pytest.mark.slow)
+        for one in (*NEWER, *RECURRENT_FAMILIES, *LATENT_FAMILIES)
+    ),
+    *(pytest.param(one, "int4", "eager", marks=pytest.mark.slow) for one in NEWER),
 ]
 
 

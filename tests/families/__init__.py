@@ -38,6 +38,9 @@ LATENT_FAMILIES = ("deepseek_v3", "deepseek_v2", "glm4_moe_lite")
 """Families with Multi-head Latent Attention."""
 NEWER_SHARED = ("dots1", "granitemoeshared")
 NEWER_DENSE = ("ministral3", "seed_oss", "smollm3", "ernie4_5", "glm4", "olmo2", "olmo3", "exaone4", "gemma3")
+NEWER_MOE = ("ernie4_5_moe", *NEWER_SHARED, "qwen3_vl_moe", "flex_olmo")
+NEWER = (*NEWER_DENSE, *NEWER_MOE)
+"""Families of known pieces in other orders."""
 LATER_MOE = (*BESIDE_FAMILIES, "ernie4_5_moe", *RECURRENT_MOE, *LATENT_FAMILIES, "gemma4", *NEWER_SHARED)
 FURTHER_MOE = ("olmoe", "granitemoe", "phimoe", "minimax_m2")
 FURTHER = ("qwen3", "mistral", "qwen2", "granite", "phi3", *FURTHER_MOE)

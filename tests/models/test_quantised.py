@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import subprocess
+from itertools import product
 
 import pytest
 import torch
@@ -17,7 +18,15 @@ from moe_lora.models import loader
 from moe_lora.models.checkpoint import SINGLE_NAME
 from moe_lora.models.loader import load_model
 from moe_lora.models.quantised_weight import QuantisedWeight, quantisation_of
-from tests.families import DENSE_FAMILIES, FAMILIES, LATER_FAMILIES, make_adapter, make_checkpoint, shard_of
+from tests.families import (
+    DENSE_FAMILIES,
+    FAMILIES,
+    LATER_FAMILIES,
+    NEWER,
+    make_adapter,
+    make_checkpoint,
+    shard_of,
+)
 from tests.forked_programs import start_program
 from tests.grids import diagonal
 from tests.oracle import greedy_reference, reference_logits
@@ -40,6 +49,7 @@ SEEDS = {
     "gpt_oss": 0,
     "dbrx": 0,
     **dict.fromkeys(LATER_FAMILIES, 0),
+    **dict.fromkeys(("glm4", "gemma3", "dots1", "deepseek_v3", "qwen3_5_moe"), 1),
     "afmoe": 4,
 }
 _EXPERTS = {"moe_intermediate_size": 32, "intermediate_size": 32}
@@ -49,6 +59,9 @@ SIZES = {
     "ernie4_5_moe": _EXPERTS,
     "afmoe": _EXPERTS,
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 64},
+    "dots1": _EXPERTS,
+    "granitemoeshared": {"intermediate_size": 32, "shared_intermediate_size": 32},
+    "qwen3_vl_moe": {"moe_intermediate_size": 32},
 }
 """Inner sizes that groups of 32 divide."""
 
@@ -354,8 +367,11 @@ after it differ by that.
 @pytest.mark.parametrize(
     ("family", "quantisation"),
     [
-        pytest.param(*one.values, marks=() if one.values in QUICK_DYNAMIC else pytest.mark.slow)
-        for one in diagonal(FAMILIES, DYNAMIC)
+        *(
+            pytest.param(*one.values, marks=() if one.values in QUICK_DYNAMIC else pytest.mark.slow)
+            for one in diagonal(FAMILIES, DYNAMIC)
+        ),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in product(NEWER, DYNAMIC)),
     ],
     ids=lambda one: one if isinstance(one, str) else one.form.name,
 )

@@ -19,6 +19,7 @@ from tests.families import (
     FURTHER,
     LATENT_FAMILIES,
     LATER_MOE,
+    NEWER_DENSE,
     RECURRENT_FAMILIES,
     later,
     make_adapter,
@@ -32,6 +33,8 @@ from .test_oracle import SLOTS, make_prompts
 NUM_TOKENS = 4
 IN_ENGINE = (*RECURRENT_FAMILIES, *LATENT_FAMILIES)
 """Families of layers whose engine merges: `tests/engine/test_recurrent.py`, `test_latent.py`."""
+ALONE = (*NEWER_DENSE, "qwen3_5", "qwen3_vl_moe", "flex_olmo")
+"""Newer families of plain MLPs, or of experts alone."""
 
 
 class MergingHarness(Harness):
@@ -125,8 +128,11 @@ def test_weights_are_the_same_bits_after_random_cycles(num_cycles, family, dtype
             for family in LATER_MOE
         ),
         *(pytest.param(family, 1.0, marks=pytest.mark.slow) for family in LATER_MOE),
-        *(pytest.param(*one.values, 0.5, marks=one.marks) for one in later("qwen3", "granite")),
-        *(pytest.param(family, 1.0, marks=pytest.mark.slow) for family in FURTHER),
+        *(
+            pytest.param(*one.values, 0.5, marks=one.marks)
+            for one in later("qwen3", "granite", families=FURTHER + ALONE)
+        ),
+        *(pytest.param(family, 1.0, marks=pytest.mark.slow) for family in FURTHER + ALONE),
     ],
 )
 def test_mixed_steps_give_the_tokens_of_peft(family, share, served):

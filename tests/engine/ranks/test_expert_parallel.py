@@ -34,7 +34,7 @@ from moe_lora.engine.ranks.follower import gather_followers
 from moe_lora.engine.ranks.followers import HOST_STORE, Done, Followers
 from moe_lora.engine.step.step_batch import packed_message
 from tests.engine.test_oracle import smallest_kv_gb
-from tests.families import BESIDE_FAMILIES, DENSE_FAMILIES, FURTHER_MOE, MOE_FAMILIES, later
+from tests.families import BESIDE_FAMILIES, DENSE_FAMILIES, FURTHER_MOE, MOE_FAMILIES, NEWER_MOE, later
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.generated_code import captured_graphs
 from tests.patience import PATIENCE_S
@@ -45,6 +45,8 @@ MODEL = Path(__file__).parents[3] / "demo" / "model"
 SLOW = pytest.mark.slow
 NUM_TOKENS = 14
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+EXPERTS_ALONE = ("qwen3_next", "deepseek_v3", "glm4_moe_lite")
+"""Families without tensor parallelism."""
 INSTANCE = "moe_lora.dist.launch.run_role"
 TIGHT = {"max_loras": 2, "max_num_batched_tokens": 9, "max_num_seqs": 8, "max_model_len": 128}
 """Prompts come in chunks and adapters take turns; with the least KV, sequences are preempted too."""
@@ -102,7 +104,7 @@ def comes_true(condition: Callable[[], bool], within_s: float = PATIENCE_S) -> b
         *((family, 2) for family in (*MOE_FAMILIES, *BESIDE_FAMILIES)),
         *(
             pytest.param(*one.values, 2, marks=one.marks)
-            for one in later("granitemoe", "phimoe", families=FURTHER_MOE)
+            for one in later("granitemoe", "phimoe", families=FURTHER_MOE + NEWER_MOE + EXPERTS_ALONE)
         ),
         pytest.param("mixtral", 4, marks=SLOW),
     ],

@@ -11,7 +11,7 @@ from moe_lora import LLM, SamplingParams
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.models.causal_lm import DividedNormedQkv
-from tests.families import BESIDE_FAMILIES, FAMILIES, MOE_FAMILIES, later
+from tests.families import BESIDE_FAMILIES, FAMILIES, MOE_FAMILIES, NEWER, NEWER_MOE, later
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.oracle import greedy_reference
 
@@ -48,6 +48,8 @@ CASES = [
     pytest.param("phimoe", 2, 2, marks=SLOW),
     pytest.param("minimax_m2", 2, 2, marks=SLOW),
     pytest.param("phi3", 4, 1, marks=SLOW),
+    *(pytest.param(family, 2, 1, marks=SLOW) for family in NEWER),
+    *(pytest.param(family, 2, 2, marks=SLOW) for family in NEWER_MOE),
 ]
 
 
