@@ -235,7 +235,10 @@ def status(name: str, **place: Any) -> None:
 @_found_options
 @user_errors
 def scale(role: str, number: int, name: str, **place: Any) -> None:
-    """Have N instances in a cluster started by `up`.  Requests of ended instances go on elsewhere."""
+    """Have N instances in a cluster started by `up`.  Requests of ended instances go on elsewhere.
+
+    On this host FILE needs `scaling`.
+    """
     commands, where = _found(name, **place)
     commands.scale(name, where, number)
     print(f"{name} has {number} instances soon; see moe-lora cluster status")

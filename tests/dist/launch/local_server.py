@@ -43,6 +43,8 @@ class Server:
         if self.key == "keys" and key != "Bearer secret":
             return 401, {"error": {"message": "a key is needed"}}
         if method == "POST":
+            if "scaling" not in self.content:
+                return 400, {"error": {"message": "the number of instances is fixed"}}
             self.scale(int(parse_qs(place.query)["number"][0]))
         state = {"live": True, "silent": False, "drained": False, "restarts": 2}
         return 200, {"data": [{"id": f"instance-{index}", **state} for index in range(len(self.roles))]}

@@ -52,8 +52,8 @@ class Local:
     def run(self, *words: str) -> Result:
         return CliRunner().invoke(main, ["cluster", *words, "--state-dir", str(self.state)])
 
-    def up(self, name: str = "demo", *options: str) -> Result:
-        self.write(name)
+    def up(self, name: str = "demo", *options: str, **content: Any) -> Result:
+        self.write(name, **content)
         return self.run("up", str(self.file), "--on", "local", *options)
 
     def server(self) -> local_cluster._Server:
@@ -93,7 +93,7 @@ def assert_nothing_is_left(local: Local) -> None:
 
 
 def test_a_cluster_starts_scales_and_ends(local: Local) -> None:
-    done = local.up()
+    done = local.up(scaling={"max_instances": 4})
     assert done.exit_code == 0, done.output
     url = f"http://127.0.0.1:{local.port}"
     assert done.output.splitlines()[-1] == url
@@ -124,7 +124,7 @@ def test_a_cluster_starts_scales_and_ends(local: Local) -> None:
 
 
 def test_a_server_with_keys_gets_the_administrator_s(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert local.up("keys").exit_code == 0
+    assert local.up("keys", scaling={"max_instances": 4}).exit_code == 0
     assert local.status()["instance-0"][2:] == ["1"], "restarts by the command line"
     assert "a key is needed" in local.run("scale", "instance", "1").output
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
