@@ -42,6 +42,7 @@ class Local:
     def __init__(self, folder: Path) -> None:
         self.folder, self.file = folder, folder / "cluster.yaml"
         self.state = folder / "state"
+        self.place = ["--state-dir", str(self.state)]
         self.port = free_port()
 
     def write(self, name: str, **content: Any) -> None:
@@ -50,7 +51,7 @@ class Local:
         self.file.write_text(yaml.safe_dump(given))
 
     def run(self, *words: str) -> Result:
-        return CliRunner().invoke(main, ["cluster", *words, "--state-dir", str(self.state)])
+        return CliRunner().invoke(main, ["cluster", *words, *self.place])
 
     def up(self, name: str = "demo", *options: str, **content: Any) -> Result:
         self.write(name, **content)
@@ -66,6 +67,12 @@ class Local:
         return {words[0]: words[1:] for words in map(str.split, done.output.splitlines()[1:])}
 
 
+def kill(server: local_cluster._Server) -> None:
+    for pid in server.processes():
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not server.processes(), lambda: "all end")
+
+
 @pytest.fixture
 def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local]:
     for module in (local_cluster, progress):
@@ -76,9 +83,8 @@ def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local]:
     try:
         yield found
     finally:
-        for state in found.state.glob("clusters/*/state.json"):
-            for pid in local_cluster._Server(**json.loads(state.read_text())).processes():
-                os.kill(pid, signal.SIGKILL)
+        for state in tmp_path.rglob("state.json"):
+            kill(local_cluster._Server(**json.loads(state.read_text())))
 
 
 @pytest.fixture
@@ -190,9 +196,7 @@ def test_an_old_state_is_of_no_process(local: Local) -> None:
     """As after a restart of the machine, whose processes have the old numbers."""
     assert local.up().exit_code == 0
     server = local.server()
-    for pid in server.processes():
-        os.kill(pid, signal.SIGKILL)
-    until(lambda: not server.processes(), lambda: "all end")
+    kill(server)
     state = server.log.parent / "state.json"
     state.write_text(state.read_text().replace(server.token, 32 * "0"))
     assert "the server has ended:" in local.run("status").output
@@ -223,6 +227,8 @@ def test_an_occupied_port_is_refused(local: Local) -> None:
 
 
 def test_the_name_finds_the_place(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    local.place = []
+    monkeypatch.setenv("XDG_STATE_HOME", str(local.folder / "home"))
     on_ray = SimpleNamespace(
         is_known=lambda name, address: name == "moe-lora", down=lambda name, address: None
     )
@@ -242,6 +248,28 @@ def test_the_name_finds_the_place(local: Local, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(commands, "_may_be_on_ray", lambda address: False)
     assert "no cluster named moe-lora is on this host; is it on Ray?" in local.run("down").output
     assert "no cluster named moe-lora is on this host; start" in local.run("status", "--on", "local").output
+
+
+@pytest.mark.parametrize("command", ["down", "up"])
+def test_options_name_one_place(command: str, local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    on_ray = SimpleNamespace(
+        up=lambda *_, address, **__: calls.append(address) or [],
+        down=lambda _, address: calls.append(address),
+    )
+    monkeypatch.setattr(commands, "_ray", lambda: on_ray)
+    assert local.up().exit_code == 0
+    words = [command, str(local.file)] if command == "up" else [command]
+    on = {kind: ["--on", kind] if command == "up" else [] for kind in ("local", "ray")}
+    for kind in on:
+        done = local.run(*words, *on[kind], "--ray-address", "10.0.0.1:6379")
+        assert "--ray-address goes with --on ray, --state-dir with --on local" in done.output
+    assert "leave one out" in local.run(*words, "--on", "ray").output
+    local.place = []
+    assert "leave one out" in local.run(*words, "--on", "local", "--ray-address", "10.0.0.1:6379").output
+    assert local.run(*words, *on["ray"], "--ray-address", "10.0.0.1:6379").exit_code == 0
+    assert calls == ["10.0.0.1:6379"]
+    assert local.server().processes(), "on this host"
 
 
 @pytest.mark.slow
