@@ -58,12 +58,13 @@ class _Server:
         return Path(self.folder) / _LOG
 
     def processes(self) -> dict[int, list[str]]:
-        """Words of the command by process, the server's first."""
-        mark, found = f"{_MARK}={self.token}".encode(), {}
+        """Words of the command by process, with RANK and its value, the server's first."""
+        found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # ended, or of another user
-                if mark in (folder / "environ").read_bytes().split(b"\0"):
-                    found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
+                variables = dict(one.partition("=")[::2] for one in _words(folder / "environ"))
+                if variables.get(_MARK) == self.token:
+                    found[int(folder.name)] = [*_words(folder / "cmdline"), "RANK", variables.get("RANK", "")]
         return dict(sorted(found.items(), key=lambda one: (not _is_server(one[1]), one[0])))
 
     def call(self, method: str, path: str, limit_s: float) -> httpx.Response:
@@ -100,31 +101,37 @@ class _Server:
         is_ready = self.is_ready()
         cards = self.instances() if is_ready else {}
         whole = not any(_option(words, "--role") == FRONT_END for words in processes.values())
-        rows = {}
+        rows = []
         for pid, words in processes.items():
             if _is_server(words):
                 name = f"{FRONT_END}-0" if whole else "keeper"
             elif (role := _option(words, "--role")) is not None:
-                other = "spare" if "--spare" in words else role
+                rank = _option(words, "RANK")
+                other = "spare" if "--spare" in words else f"{role}-{rank}" if rank else role
                 name = logged.get(pid) or _option(words, "--name") or other
             else:
                 continue
             is_front_end = name.startswith(FRONT_END)
             state = RUNNING if is_ready or not name.startswith((FRONT_END, INSTANCE)) else STARTING
             card = cards.pop(name, {"restarts": int(_option(words, "--starts") or 0)})
-            rows[name] = RoleFacts(
-                name=name,
-                state=READY if is_front_end and is_ready else _state(card, state),
-                process=str(pid),
-                url=self.url if is_front_end else "",
-                num_restarts=card["restarts"],
+            rows.append(
+                RoleFacts(
+                    name=name,
+                    state=READY if is_front_end and is_ready else _state(card, state),
+                    process=str(pid),
+                    url=self.url if is_front_end else "",
+                    num_restarts=card["restarts"],
+                )
             )
-        for name, card in cards.items():  # between two processes
+        for name, card in cards.items():  # between two processes, or once the spare one
             ends = re.findall(rf"{name} ended after [\d.]+ s: (.*)", log)
-            rows[name] = RoleFacts(
-                name=name, state=STARTING, num_restarts=card["restarts"], problem=ends[-1] if ends else ""
+            problem = ends[-1] if ends and not card["live"] else ""
+            rows.append(
+                RoleFacts(
+                    name=name, state=_state(card, STARTING), num_restarts=card["restarts"], problem=problem
+                )
             )
-        return list(rows.values())
+        return rows
 
     def stop(self) -> None:
         """End all processes by SIGTERM, the server's children by the server if possible.
@@ -150,6 +157,10 @@ class _Server:
                 )
             time.sleep(LOOK_S)
         (Path(self.folder) / _STATE).unlink(missing_ok=True)
+
+
+def _words(path: Path) -> list[str]:
+    return os.fsdecode(path.read_bytes()).split("\0")
 
 
 def _is_server(words: list[str]) -> bool:

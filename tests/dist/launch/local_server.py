@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -31,7 +32,13 @@ class Server:
         for index in range(len(self.roles), number):
             code = ROLE.format(STUCK if self.key == "stuck" else "pass")
             words = ["--role", "instance", "--name", f"instance-{index}", "--starts", "1"]
-            role = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE)
+            if self.key == "ranks":
+                print(f"instance-{index} ended after 1.0 s: it was killed", flush=True)
+                words = ["--role", "lora-server"]
+            environment = {**os.environ, "RANK": str(index)}
+            role = subprocess.Popen(
+                [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, env=environment
+            )
             assert role.stdout is not None
             role.stdout.readline()
             self.roles.append(role)
@@ -47,7 +54,10 @@ class Server:
                 return 400, {"error": {"message": "the number of instances is fixed"}}
             self.scale(int(parse_qs(place.query)["number"][0]))
         state = {"live": True, "silent": False, "drained": False, "restarts": 2}
-        return 200, {"data": [{"id": f"instance-{index}", **state} for index in range(len(self.roles))]}
+        cards = [{"id": f"instance-{index}", **state} for index in range(len(self.roles))]
+        if self.key == "ranks":
+            cards[1]["live"] = False
+        return 200, {"data": cards}
 
     def end(self, *_: object) -> None:
         for role in self.roles:

@@ -226,6 +226,21 @@ def test_an_occupied_port_is_refused(local: Local) -> None:
     assert not local_cluster.is_known("other", str(local.state))
 
 
+def test_a_path_may_be_no_text(local: Local) -> None:
+    local.file = local.folder / os.fsdecode(b"\xff.yaml")
+    assert local.up().exit_code == 0
+    assert set(local.status()) == {"front-end-0", "instance-0", "instance-1"}
+    assert local.run("down").exit_code == 0
+
+
+def test_roles_have_names_and_states_without_lines_of_the_log(local: Local) -> None:
+    assert local.up("ranks").exit_code == 0
+    shown = local.status()
+    assert {"lora-server-0", "lora-server-1"} < set(shown)
+    assert shown["instance-0"] == ["running", "2"]
+    assert shown["instance-1"] == ["starting", "2", "it", "was", "killed"]
+
+
 def test_the_name_finds_the_place(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
     local.place = []
     monkeypatch.setenv("XDG_STATE_HOME", str(local.folder / "home"))
