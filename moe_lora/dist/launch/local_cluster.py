@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import httpx
 from moe_lora.config import FrontEndConfig
 from moe_lora.config.cluster import read_cluster
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.host import folder_locked, state_folder
+from moe_lora.core.host import folder_locked, host_name, state_folder
 
 from .host_roles import FRONT_END, INSTANCE, STOP_S
 from .progress import LOOK_S, READY, RUNNING, STARTING, RoleFacts, check_name, ready_urls
@@ -44,7 +44,8 @@ _DRAINED, _SILENT = "drained", "silent"
 class _Server:
     """A started server.
 
-    token: in `_MARK` of all processes.  admin: of the administrators, a path or a URL.  stop_s: longest end.
+    token: in `_MARK` of all processes.  admin: of the administrators, a path or a URL.
+    stop_s: longest end.  told: processes that got SIGTERM, by any command.
     """
 
     folder: str
@@ -52,6 +53,7 @@ class _Server:
     url: str
     admin: str
     stop_s: float
+    told: list[int] = field(default_factory=list)
 
     @property
     def log(self) -> Path:
@@ -134,18 +136,12 @@ class _Server:
         return rows
 
     def stop(self) -> None:
-        """End all processes by SIGTERM, the server's children by the server if possible.
+        """End all processes by SIGTERM, the server's children by the server if possible; forget the server.
 
         Raises ConfigError.
         """
-        told: set[int] = set()
         deadline_s = time.monotonic() + self.stop_s
-        while processes := self.processes():
-            servers = [pid for pid, words in processes.items() if _is_server(words)]
-            for pid in set(servers or processes) - told:
-                told.add(pid)
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
+        while processes := self._tell():
             if time.monotonic() > deadline_s:
                 rest = ", ".join(
                     f"{_option(words, '--name') or _option(words, '--role') or 'process'} ({pid})"
@@ -156,7 +152,32 @@ class _Server:
                     "the processes by kill -9"
                 )
             time.sleep(LOOK_S)
-        (Path(self.folder) / _STATE).unlink(missing_ok=True)
+
+    def _tell(self) -> dict[int, list[str]]:
+        """Processes that remain, each told once: a second SIGTERM cuts requests.  Without any, no state."""
+        folder = Path(self.folder)
+        with folder_locked(folder):
+            processes, kept = self.processes(), _kept(folder)
+            is_own = kept is not None and kept.token == self.token  # else of a later start
+            if kept is not None and is_own:
+                self.told[:] = kept.told
+            servers = [pid for pid, words in processes.items() if _is_server(words)]
+            new = set(servers or processes) - set(self.told)
+            for pid in new:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            self.told.extend(new)
+            if is_own and new:
+                self.write()
+            elif is_own and not processes:
+                (folder / _STATE).unlink()
+        return processes
+
+    def write(self) -> None:
+        """Keep the state, whole at any time."""
+        new = Path(self.folder) / f"{_STATE}.new"
+        new.write_text(json.dumps(asdict(self)))
+        new.replace(new.with_name(_STATE))
 
 
 def _words(path: Path) -> list[str]:
@@ -190,7 +211,7 @@ def _last_errors(log: Path) -> str:
 
 def _folder(name: str, state_dir: str | None) -> Path:
     check_name(name)
-    return state_folder(state_dir) / "clusters" / name
+    return state_folder(state_dir) / "clusters" / host_name() / name  # hosts may share the first
 
 
 def is_known(name: str, state_dir: str | None) -> bool:
@@ -200,13 +221,27 @@ def is_known(name: str, state_dir: str | None) -> bool:
 
 def _server(name: str, state_dir: str | None) -> _Server:
     """Raises ConfigError without a start."""
+    return _read(_folder(name, state_dir))
+
+
+def _read(folder: Path) -> _Server:
     try:
-        text = (_folder(name, state_dir) / _STATE).read_text()
+        return _Server(**json.loads((folder / _STATE).read_text()))
     except FileNotFoundError:
         raise ConfigError(
-            f"no cluster named {name} is on this host; start the cluster by up --on local"
+            f"no cluster named {folder.name} is on this host; start the cluster by up --on local"
         ) from None
-    return _Server(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{folder / _STATE} is damaged ({error}); start the cluster by up --on local, which replaces it"
+        ) from error
+
+
+def _kept(folder: Path) -> _Server | None:
+    """None without a readable state."""
+    with suppress(ConfigError):
+        return _read(folder)
+    return None
 
 
 def up(
@@ -231,10 +266,10 @@ def up(
     )
     try:
         with folder_locked(folder, wait=False):
-            if is_known(name, state_dir) and _server(name, state_dir).processes():
+            if (former := _kept(folder)) is not None and former.processes():
                 raise taken
             server = _new_server(folder, front_end)
-            (folder / _STATE).write_text(json.dumps(asdict(server)))
+            server.write()
             words = ["--config", os.path.abspath(file)]
             if num_front_ends > 1:
                 words += ["--front-ends", str(num_front_ends)]

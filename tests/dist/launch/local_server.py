@@ -60,6 +60,8 @@ class Server:
         return 200, {"data": cards}
 
     def end(self, *_: object) -> None:
+        if self.key == "busy":
+            return
         for role in self.roles:
             role.kill()
             role.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -224,6 +225,47 @@ def test_an_occupied_port_is_refused(local: Local) -> None:
     done = local.run("up", str(local.file), "--on", "local", "--name", "other")
     assert "front_end.port=0 has an unknown URL; give another port" in done.output
     assert not local_cluster.is_known("other", str(local.state))
+
+
+def test_an_end_forgets_no_later_start_and_none_of_another_host(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert local.up().exit_code == 0
+    former = local.server()
+    assert local.run("down").exit_code == 0
+    assert local.up().exit_code == 0
+    former.stop()
+    assert local.status()["front-end-0"][0] == "ready"
+    with monkeypatch.context() as other:
+        other.setattr(platform, "node", lambda: "another")
+        assert "no cluster named moe-lora is on this host" in local.run("down", "--on", "local").output
+    assert local.run("down").exit_code == 0
+
+
+def test_a_repeated_end_sends_no_second_signal(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_cluster, "STOP_S", 0.0)
+    assert local.up("busy", front_end={"drain_s": 0.1}).exit_code == 0
+    sent, send = [], os.kill
+    monkeypatch.setattr(os, "kill", lambda pid, number: (sent.append(pid), send(pid, number)))
+    for _ in range(2):
+        assert "did not end within 0.1 s" in local.run("down").output
+    assert sent == list(local.server().processes())[:1], "the server's"
+    kill(local.server())
+    assert local.run("down").exit_code == 0
+
+
+@pytest.mark.parametrize("text", ["", '{"folder": ', "[]", "{}"])
+def test_a_damaged_state_is_named_and_replaced(local: Local, text: str) -> None:
+    assert local.up().exit_code == 0
+    kill(local.server())
+    state = local.server().log.with_name("state.json")
+    state.write_text(text)
+    for command in ("status", "down"):
+        done = local.run(command)
+        assert done.exit_code == 1
+        assert f"{state} is damaged" in done.output
+    assert local.up().exit_code == 0
+    assert local.run("down").exit_code == 0
 
 
 def test_a_path_may_be_no_text(local: Local) -> None:
