@@ -113,6 +113,7 @@ def sbatch(file: str, **options: str) -> None:
     print(job_text(read_content(file), Job(**options)), end="")
 
 
+_AUTO = "auto"
 _ON = "Where the cluster runs: as processes of this host, or on Ray."
 
 
@@ -121,7 +122,7 @@ def _place_options(command: Command) -> Command:
     for option in (
         click.option("--name", default="moe-lora", show_default=True, help="Name of the cluster."),
         click.option(
-            "--ray-address", "address", default="auto", show_default=True, help="Address of the Ray cluster."
+            "--ray-address", "address", default=_AUTO, show_default=True, help="Address of the Ray cluster."
         ),
         click.option(
             "--state-dir",
@@ -159,7 +160,15 @@ def _may_be_on_ray(address: str) -> bool:
     if find_spec("ray") is None:
         return False
     here = Path(tempfile.gettempdir()) / "ray" / "ray_current_cluster"
-    return address != "auto" or "RAY_ADDRESS" in os.environ or here.exists()
+    return address != _AUTO or "RAY_ADDRESS" in os.environ or here.exists()
+
+
+def _one_place(kind: str | None, address: str, state_dir: str | None) -> str | None:
+    """The place that the options name; None if none does.  Raises UsageError for two."""
+    named = {kind, "ray" if address != _AUTO else None, "local" if state_dir is not None else None} - {None}
+    if len(named) > 1:
+        raise click.UsageError("--ray-address goes with --on ray, --state-dir with --on local; leave one out")
+    return named.pop() if named else None
 
 
 def _found(name: str, kind: str | None, address: str, state_dir: str | None) -> tuple[ModuleType, str | None]:
@@ -167,6 +176,7 @@ def _found(name: str, kind: str | None, address: str, state_dir: str | None) -> 
     from moe_lora.core.errors import ConfigError
     from moe_lora.dist.launch import local_cluster
 
+    kind = _one_place(kind, address, state_dir)
     if kind == "ray" or (kind is None and not local_cluster.is_known(name, state_dir)):
         if kind is None and not _may_be_on_ray(address):
             click.echo(f"no cluster named {name} is on this host; is it on Ray?", err=True)
@@ -201,7 +211,7 @@ def up(file: str, kind: str, name: str, address: str, state_dir: str | None, **o
     """
     from moe_lora.config.cluster import read_content
 
-    if kind == "local":
+    if _one_place(kind, address, state_dir) == "local":
         from moe_lora.dist.launch import local_cluster
 
         urls = local_cluster.up(file, name, state_dir=state_dir, say=click.echo, **options)
@@ -235,7 +245,10 @@ def status(name: str, **place: Any) -> None:
 @_found_options
 @user_errors
 def scale(role: str, number: int, name: str, **place: Any) -> None:
-    """Have N instances in a cluster started by `up`.  Requests of ended instances go on elsewhere."""
+    """Have N instances in a cluster started by `up`.  Requests of ended instances go on elsewhere.
+
+    On this host FILE needs `scaling`.
+    """
     commands, where = _found(name, **place)
     commands.scale(name, where, number)
     print(f"{name} has {number} instances soon; see moe-lora cluster status")

@@ -58,9 +58,9 @@ def _quiet_end() -> Iterator[None]:
 class LazyGroup(click.Group):
     """A group that shows --help without importing its commands."""
 
-    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+    def make_context(self, info_name: str | None, *args: Any, **kwargs: Any) -> click.Context:
         with _quiet_end():
-            return super().make_context(*args, **kwargs)
+            return super().make_context("moe-lora", *args, **kwargs)  # also under python -m
 
     def invoke(self, ctx: click.Context) -> Any:
         with _quiet_end():

@@ -38,7 +38,7 @@ def state_folder(given: str | None) -> Path:
     Raises ConfigError for an unusable given folder.
     """
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    folder = Path(given) if given is not None else Path(home) / "moe_lora" / _host_name()
+    folder = Path(given) if given is not None else Path(home) / "moe_lora" / host_name()
     try:
         _make(folder)
     except OSError as error:
@@ -70,7 +70,8 @@ def _warn_of_former(folder: Path) -> None:
         )
 
 
-def _host_name() -> str:
+def host_name() -> str:
+    """This host's folder in one that hosts may share."""
     return "host-" + re.sub(r"[^\w.-]", "_", platform.node())
 
 

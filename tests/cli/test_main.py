@@ -32,6 +32,7 @@ def test_help_lists_every_command_without_importing_one() -> None:
 def test_unknown_command_is_refused() -> None:
     result = CliRunner().invoke(main, ["sevre"])
     assert result.exit_code == 2
+    assert result.output.startswith("Usage: moe-lora "), "in any way of starting"
     assert "No such command 'sevre'" in result.output
 
 

@@ -8,12 +8,13 @@ import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +23,16 @@ import httpx
 from moe_lora.config import FrontEndConfig
 from moe_lora.config.cluster import read_cluster
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.host import folder_locked, state_folder
+from moe_lora.core.host import folder_locked, host_name, state_folder
+from moe_lora.core.processes import CLUSTER_HEADER, CLUSTER_MARK, cluster_sign
 
 from .host_roles import FRONT_END, INSTANCE, STOP_S
 from .progress import LOOK_S, READY, RUNNING, STARTING, RoleFacts, check_name, ready_urls
 
 _SERVE = ("-m", "moe_lora.cli.main", "serve")
-_MARK = "MOE_LORA_CLUSTER"
-"""Variable in each process of a cluster: a token, new at each start.
-
-Later processes with the same numbers lack the token.
-"""
 _STATE, _LOG = "state.json", "server.log"
-_LINES = 20
-_READY_S, _STATUS_S, _SCALE_S, _MOVES_S = 2.0, 30.0, 300.0, 3600.0
+_LINES, _TEXT = 20, 300
+_STATUS_S, _SCALE_S, _MOVES_S = 30.0, 300.0, 3600.0
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _DRAINED, _SILENT = "drained", "silent"
 
@@ -44,7 +41,8 @@ _DRAINED, _SILENT = "drained", "silent"
 class _Server:
     """A started server.
 
-    token: in `_MARK` of all processes.  admin: of the administrators, a path or a URL.  stop_s: longest end.
+    token: in `CLUSTER_MARK` of all processes.  admin: of the administrators, a path or a URL.
+    stop_s: longest end.  told: processes that got SIGTERM, by any command.
     """
 
     folder: str
@@ -52,19 +50,28 @@ class _Server:
     url: str
     admin: str
     stop_s: float
+    told: list[int] = field(default_factory=list)
 
     @property
     def log(self) -> Path:
         return Path(self.folder) / _LOG
 
     def processes(self) -> dict[int, list[str]]:
-        """Words of the command by process, the server's first."""
-        mark, found = f"{_MARK}={self.token}".encode(), {}
+        """Words of the command by process, with RANK and its value, the server's first."""
+        found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # ended, or of another user
-                if mark in (folder / "environ").read_bytes().split(b"\0"):
-                    found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
+                variables = dict(one.partition("=")[::2] for one in _words(folder / "environ"))
+                if variables.get(CLUSTER_MARK) == self.token:
+                    found[int(folder.name)] = [*_words(folder / "cmdline"), "RANK", variables.get("RANK", "")]
         return dict(sorted(found.items(), key=lambda one: (not _is_server(one[1]), one[0])))
+
+    def living(self) -> dict[int, list[str]]:
+        """As `processes`.  Raises ConfigError after the server's end."""
+        processes = self.processes()
+        if not any(map(_is_server, processes.values())):
+            raise ConfigError(_last_errors(self.log))
+        return processes
 
     def call(self, method: str, path: str, limit_s: float) -> httpx.Response:
         """The administrators' answer, with the key in OPENAI_API_KEY.  Raises httpx.HTTPError."""
@@ -77,9 +84,10 @@ class _Server:
             return http.request(method, f"{base}{path}")
 
     def is_ready(self) -> bool:
+        """False where another server answers."""
         with suppress(httpx.HTTPError):
-            ready = httpx.get(f"{self.url}/ready", verify=False, trust_env=False, timeout=_READY_S)
-            return ready.status_code == httpx.codes.OK
+            ready = httpx.get(f"{self.url}/ready", verify=False, trust_env=False, timeout=_STATUS_S)
+            return ready.is_success and ready.headers.get(CLUSTER_HEADER) == cluster_sign(self.token)
         return False
 
     def instances(self) -> dict[str, dict[str, Any]]:
@@ -92,53 +100,51 @@ class _Server:
 
     def status(self) -> list[RoleFacts]:
         """Every role's state.  Raises ConfigError after the server's end."""
-        processes = self.processes()
-        if not any(map(_is_server, processes.values())):
-            raise ConfigError(_last_errors(self.log))
+        processes = self.living()
         log = self.log.read_text(errors="replace")
         logged = {int(pid): name for name, pid in re.findall(r"(\S+) started \(process (\d+)\)", log)}
         is_ready = self.is_ready()
         cards = self.instances() if is_ready else {}
         whole = not any(_option(words, "--role") == FRONT_END for words in processes.values())
-        rows = {}
+        rows = []
         for pid, words in processes.items():
             if _is_server(words):
                 name = f"{FRONT_END}-0" if whole else "keeper"
             elif (role := _option(words, "--role")) is not None:
-                other = "spare" if "--spare" in words else role
+                rank = _option(words, "RANK")
+                other = "spare" if "--spare" in words else f"{role}-{rank}" if rank else role
                 name = logged.get(pid) or _option(words, "--name") or other
             else:
                 continue
             is_front_end = name.startswith(FRONT_END)
             state = RUNNING if is_ready or not name.startswith((FRONT_END, INSTANCE)) else STARTING
             card = cards.pop(name, {"restarts": int(_option(words, "--starts") or 0)})
-            rows[name] = RoleFacts(
-                name=name,
-                state=READY if is_front_end and is_ready else _state(card, state),
-                process=str(pid),
-                url=self.url if is_front_end else "",
-                num_restarts=card["restarts"],
+            rows.append(
+                RoleFacts(
+                    name=name,
+                    state=READY if is_front_end and is_ready else _state(card, state),
+                    process=str(pid),
+                    url=self.url if is_front_end else "",
+                    num_restarts=card["restarts"],
+                )
             )
-        for name, card in cards.items():  # between two processes
+        for name, card in cards.items():  # between two processes, or once the spare one
             ends = re.findall(rf"{name} ended after [\d.]+ s: (.*)", log)
-            rows[name] = RoleFacts(
-                name=name, state=STARTING, num_restarts=card["restarts"], problem=ends[-1] if ends else ""
+            problem = ends[-1] if ends and not card["live"] else ""
+            rows.append(
+                RoleFacts(
+                    name=name, state=_state(card, STARTING), num_restarts=card["restarts"], problem=problem
+                )
             )
-        return list(rows.values())
+        return rows
 
     def stop(self) -> None:
-        """End all processes by SIGTERM, the server's children by the server if possible.
+        """End all processes by SIGTERM, the server's children by the server if possible; forget the server.
 
         Raises ConfigError.
         """
-        told: set[int] = set()
         deadline_s = time.monotonic() + self.stop_s
-        while processes := self.processes():
-            servers = [pid for pid, words in processes.items() if _is_server(words)]
-            for pid in set(servers or processes) - told:
-                told.add(pid)
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
+        while processes := self._tell():
             if time.monotonic() > deadline_s:
                 rest = ", ".join(
                     f"{_option(words, '--name') or _option(words, '--role') or 'process'} ({pid})"
@@ -149,7 +155,36 @@ class _Server:
                     "the processes by kill -9"
                 )
             time.sleep(LOOK_S)
-        (Path(self.folder) / _STATE).unlink(missing_ok=True)
+
+    def _tell(self) -> dict[int, list[str]]:
+        """Processes that remain, each told once: a second SIGTERM cuts requests.  Without any, no state."""
+        folder = Path(self.folder)
+        with folder_locked(folder):
+            processes, kept = self.processes(), _kept(folder)
+            is_own = kept is not None and kept.token == self.token  # else of a later start
+            if kept is not None and is_own:
+                self.told[:] = kept.told
+            servers = [pid for pid, words in processes.items() if _is_server(words)]
+            new = set(servers or processes) - set(self.told)
+            for pid in new:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            self.told.extend(new)
+            if is_own and new:
+                self.write()
+            elif is_own and not processes:
+                (folder / _STATE).unlink()
+        return processes
+
+    def write(self) -> None:
+        """Keep the state, whole at any time."""
+        new = Path(self.folder) / f"{_STATE}.new"
+        new.write_text(json.dumps(asdict(self)))
+        new.replace(new.with_name(_STATE))
+
+
+def _words(path: Path) -> list[str]:
+    return os.fsdecode(path.read_bytes()).split("\0")
 
 
 def _is_server(words: list[str]) -> bool:
@@ -179,7 +214,7 @@ def _last_errors(log: Path) -> str:
 
 def _folder(name: str, state_dir: str | None) -> Path:
     check_name(name)
-    return state_folder(state_dir) / "clusters" / name
+    return state_folder(state_dir) / "clusters" / host_name() / name  # hosts may share the first
 
 
 def is_known(name: str, state_dir: str | None) -> bool:
@@ -189,13 +224,27 @@ def is_known(name: str, state_dir: str | None) -> bool:
 
 def _server(name: str, state_dir: str | None) -> _Server:
     """Raises ConfigError without a start."""
+    return _read(_folder(name, state_dir))
+
+
+def _read(folder: Path) -> _Server:
     try:
-        text = (_folder(name, state_dir) / _STATE).read_text()
+        return _Server(**json.loads((folder / _STATE).read_text()))
     except FileNotFoundError:
         raise ConfigError(
-            f"no cluster named {name} is on this host; start the cluster by up --on local"
+            f"no cluster named {folder.name} is on this host; start the cluster by up --on local"
         ) from None
-    return _Server(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{folder / _STATE} is damaged ({error}); start the cluster by up --on local, which replaces it"
+        ) from error
+
+
+def _kept(folder: Path) -> _Server | None:
+    """None without a readable state."""
+    with suppress(ConfigError):
+        return _read(folder)
+    return None
 
 
 def up(
@@ -220,10 +269,10 @@ def up(
     )
     try:
         with folder_locked(folder, wait=False):
-            if is_known(name, state_dir) and _server(name, state_dir).processes():
+            if (former := _kept(folder)) is not None and former.processes():
                 raise taken
             server = _new_server(folder, front_end)
-            (folder / _STATE).write_text(json.dumps(asdict(server)))
+            server.write()
             words = ["--config", os.path.abspath(file)]
             if num_front_ends > 1:
                 words += ["--front-ends", str(num_front_ends)]
@@ -253,16 +302,15 @@ def _new_server(folder: Path, front_end: FrontEndConfig) -> _Server:
     host = _ANY.get(front_end.host, front_end.host)
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{front_end.port}"
     admin = front_end.admin_address
-    server = _Server(
+    with suppress(OSError), socket.create_connection((host, front_end.port), _STATUS_S):
+        raise ConfigError(f"another server answers at {url}; give another front_end.port")
+    return _Server(
         folder=str(folder),
         token=secrets.token_hex(16),
         url=url,
         admin=url if admin is None else admin if admin.startswith("/") else f"{scheme}://{admin}",
         stop_s=front_end.drain_s + 3 * STOP_S,
     )
-    if server.is_ready():
-        raise ConfigError(f"another server answers at {url}; give another front_end.port")
-    return server
 
 
 def _started(server: _Server, words: list[str]) -> subprocess.Popen[bytes]:
@@ -274,7 +322,7 @@ def _started(server: _Server, words: list[str]) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env={**os.environ, _MARK: server.token},
+            env={**os.environ, CLUSTER_MARK: server.token},
         )
 
 
@@ -286,13 +334,20 @@ def status(name: str, state_dir: str | None) -> list[RoleFacts]:
 def scale(name: str, state_dir: str | None, num_instances: int) -> None:
     """Change the number of instances.  Raises ConfigError."""
     server = _server(name, state_dir)
+    server.living()
+    if not server.is_ready():  # the key is for no other server
+        raise ConfigError(f"{name} is not ready at {server.url}; see moe-lora cluster status")
     path = f"/v1/instances/scale?number={num_instances}&limit_s={_SCALE_S:g}"
     try:
         answer = server.call("POST", path, _SCALE_S + _MOVES_S)
     except httpx.HTTPError as error:
         raise ConfigError(f"{name} does not answer at {server.admin}: {error}") from error
     if answer.is_error:
-        raise ConfigError(answer.json()["error"]["message"])
+        try:
+            message = answer.json()["error"]["message"]
+        except (ValueError, TypeError, LookupError):
+            message = f"{server.admin} answers {answer.status_code}: {answer.text[:_TEXT]}"
+        raise ConfigError(message)
 
 
 def drain(name: str, state_dir: str | None, host: str) -> None:

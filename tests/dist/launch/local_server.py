@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import yaml
+
+from moe_lora.core.processes import CLUSTER_HEADER, CLUSTER_MARK, cluster_sign
 
 ROLE = "import signal, sys, time; {0}; print('up', flush=True); time.sleep(600)"
 STUCK = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
@@ -31,7 +34,13 @@ class Server:
         for index in range(len(self.roles), number):
             code = ROLE.format(STUCK if self.key == "stuck" else "pass")
             words = ["--role", "instance", "--name", f"instance-{index}", "--starts", "1"]
-            role = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE)
+            if self.key == "ranks":
+                print(f"instance-{index} ended after 1.0 s: it was killed", flush=True)
+                words = ["--role", "lora-server"]
+            environment = {**os.environ, "RANK": str(index)}
+            role = subprocess.Popen(
+                [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, env=environment
+            )
             assert role.stdout is not None
             role.stdout.readline()
             self.roles.append(role)
@@ -43,11 +52,20 @@ class Server:
         if self.key == "keys" and key != "Bearer secret":
             return 401, {"error": {"message": "a key is needed"}}
         if method == "POST":
+            if self.key == "odd":
+                return 404, {"detail": "Not Found"}
+            if "scaling" not in self.content:
+                return 400, {"error": {"message": "the number of instances is fixed"}}
             self.scale(int(parse_qs(place.query)["number"][0]))
         state = {"live": True, "silent": False, "drained": False, "restarts": 2}
-        return 200, {"data": [{"id": f"instance-{index}", **state} for index in range(len(self.roles))]}
+        cards = [{"id": f"instance-{index}", **state} for index in range(len(self.roles))]
+        if self.key == "ranks":
+            cards[1]["live"] = False
+        return 200, {"data": cards}
 
     def end(self, *_: object) -> None:
+        if self.key == "busy":
+            return
         for role in self.roles:
             role.kill()
             role.wait()
@@ -70,6 +88,7 @@ def main() -> None:
         def do_GET(self) -> None:
             status, body = server.answer(self.command, self.path, self.headers.get("Authorization"))
             self.send_response(status)
+            self.send_header(CLUSTER_HEADER, cluster_sign(os.environ[CLUSTER_MARK]))
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +46,7 @@ class Local:
     def __init__(self, folder: Path) -> None:
         self.folder, self.file = folder, folder / "cluster.yaml"
         self.state = folder / "state"
+        self.place = ["--state-dir", str(self.state)]
         self.port = free_port()
 
     def write(self, name: str, **content: Any) -> None:
@@ -50,10 +55,10 @@ class Local:
         self.file.write_text(yaml.safe_dump(given))
 
     def run(self, *words: str) -> Result:
-        return CliRunner().invoke(main, ["cluster", *words, "--state-dir", str(self.state)])
+        return CliRunner().invoke(main, ["cluster", *words, *self.place])
 
-    def up(self, name: str = "demo", *options: str) -> Result:
-        self.write(name)
+    def up(self, name: str = "demo", *options: str, **content: Any) -> Result:
+        self.write(name, **content)
         return self.run("up", str(self.file), "--on", "local", *options)
 
     def server(self) -> local_cluster._Server:
@@ -66,6 +71,12 @@ class Local:
         return {words[0]: words[1:] for words in map(str.split, done.output.splitlines()[1:])}
 
 
+def kill(server: local_cluster._Server) -> None:
+    for pid in server.processes():
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not server.processes(), lambda: "all end")
+
+
 @pytest.fixture
 def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local]:
     for module in (local_cluster, progress):
@@ -76,9 +87,8 @@ def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local]:
     try:
         yield found
     finally:
-        for state in found.state.glob("clusters/*/state.json"):
-            for pid in local_cluster._Server(**json.loads(state.read_text())).processes():
-                os.kill(pid, signal.SIGKILL)
+        for state in tmp_path.rglob("state.json"):
+            kill(local_cluster._Server(**json.loads(state.read_text())))
 
 
 @pytest.fixture
@@ -93,7 +103,7 @@ def assert_nothing_is_left(local: Local) -> None:
 
 
 def test_a_cluster_starts_scales_and_ends(local: Local) -> None:
-    done = local.up()
+    done = local.up(scaling={"max_instances": 4})
     assert done.exit_code == 0, done.output
     url = f"http://127.0.0.1:{local.port}"
     assert done.output.splitlines()[-1] == url
@@ -124,7 +134,7 @@ def test_a_cluster_starts_scales_and_ends(local: Local) -> None:
 
 
 def test_a_server_with_keys_gets_the_administrator_s(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert local.up("keys").exit_code == 0
+    assert local.up("keys", scaling={"max_instances": 4}).exit_code == 0
     assert local.status()["instance-0"][2:] == ["1"], "restarts by the command line"
     assert "a key is needed" in local.run("scale", "instance", "1").output
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
@@ -190,9 +200,7 @@ def test_an_old_state_is_of_no_process(local: Local) -> None:
     """As after a restart of the machine, whose processes have the old numbers."""
     assert local.up().exit_code == 0
     server = local.server()
-    for pid in server.processes():
-        os.kill(pid, signal.SIGKILL)
-    until(lambda: not server.processes(), lambda: "all end")
+    kill(server)
     state = server.log.parent / "state.json"
     state.write_text(state.read_text().replace(server.token, 32 * "0"))
     assert "the server has ended:" in local.run("status").output
@@ -222,7 +230,124 @@ def test_an_occupied_port_is_refused(local: Local) -> None:
     assert not local_cluster.is_known("other", str(local.state))
 
 
+def test_an_end_forgets_no_later_start_and_none_of_another_host(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert local.up().exit_code == 0
+    former = local.server()
+    assert local.run("down").exit_code == 0
+    assert local.up().exit_code == 0
+    former.stop()
+    assert local.status()["front-end-0"][0] == "ready"
+    with monkeypatch.context() as other:
+        other.setattr(platform, "node", lambda: "another")
+        assert "no cluster named moe-lora is on this host" in local.run("down", "--on", "local").output
+    assert local.run("down").exit_code == 0
+
+
+def test_a_repeated_end_sends_no_second_signal(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_cluster, "STOP_S", 0.0)
+    assert local.up("busy", front_end={"drain_s": 0.1}).exit_code == 0
+    sent: list[int] = []
+    send = os.kill
+    monkeypatch.setattr(os, "kill", lambda pid, number: (sent.append(pid), send(pid, number)))
+    for _ in range(2):
+        assert "did not end within 0.1 s" in local.run("down").output
+    assert sent == list(local.server().processes())[:1], "the server's"
+    kill(local.server())
+    assert local.run("down").exit_code == 0
+
+
+@pytest.mark.parametrize("text", ["", '{"folder": ', "[]", "{}"])
+def test_a_damaged_state_is_named_and_replaced(local: Local, text: str) -> None:
+    assert local.up().exit_code == 0
+    kill(local.server())
+    state = local.server().log.with_name("state.json")
+    state.write_text(text)
+    for command in ("status", "down"):
+        done = local.run(command)
+        assert done.exit_code == 1
+        assert f"{state} is damaged" in done.output
+    assert local.up().exit_code == 0
+    assert local.run("down").exit_code == 0
+
+
+def test_a_path_may_be_no_text(local: Local) -> None:
+    local.file = local.folder / os.fsdecode(b"\xff.yaml")
+    assert local.up().exit_code == 0
+    assert set(local.status()) == {"front-end-0", "instance-0", "instance-1"}
+    assert local.run("down").exit_code == 0
+
+
+def test_roles_have_names_and_states_without_lines_of_the_log(local: Local) -> None:
+    assert local.up("ranks").exit_code == 0
+    shown = local.status()
+    assert {"lora-server-0", "lora-server-1"} < set(shown)
+    assert shown["instance-0"] == ["running", "2"]
+    assert shown["instance-1"] == ["starting", "2", "it", "was", "killed"]
+
+
+@contextmanager
+def foreign(port: int) -> Iterator[list[str]]:
+    """Another server at the port: requests that it got."""
+    got: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            got.append(f"{self.path} {self.headers.get('Authorization')}")
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_POST = do_GET
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield got
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_another_server_at_the_port_is_not_the_cluster(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    assert local.up().exit_code == 0
+    server = local.server()
+    kill(server)
+    with foreign(local.port) as got:
+        assert "the server has ended" in local.run("scale", "instance", "1").output
+        monkeypatch.setattr(local_cluster._Server, "living", lambda self: {})
+        assert "moe-lora is not ready at http" in local.run("scale", "instance", "1").output
+        assert got == ["/ready None"]
+        assert "another server answers" in local.up().output
+
+
+def test_an_error_of_another_form_is_shown(local: Local) -> None:
+    assert local.up("odd").exit_code == 0
+    assert 'answers 404: {"detail": "Not Found"}' in local.run("scale", "instance", "1").output
+
+
+def test_another_server_that_takes_the_port_makes_no_start_ready(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = local_cluster._started
+    with ExitStack() as later:
+        monkeypatch.setattr(
+            local_cluster,
+            "_started",
+            lambda *given: (later.enter_context(foreign(local.port)), start(*given))[1],
+        )
+        done = local.up()
+    assert done.exit_code == 1
+    assert "the server has ended" in done.output
+    assert_nothing_is_left(local)
+
+
 def test_the_name_finds_the_place(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    local.place = []
+    monkeypatch.setenv("XDG_STATE_HOME", str(local.folder / "home"))
     on_ray = SimpleNamespace(
         is_known=lambda name, address: name == "moe-lora", down=lambda name, address: None
     )
@@ -242,6 +367,28 @@ def test_the_name_finds_the_place(local: Local, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(commands, "_may_be_on_ray", lambda address: False)
     assert "no cluster named moe-lora is on this host; is it on Ray?" in local.run("down").output
     assert "no cluster named moe-lora is on this host; start" in local.run("status", "--on", "local").output
+
+
+@pytest.mark.parametrize("command", ["down", "up"])
+def test_options_name_one_place(command: str, local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    on_ray = SimpleNamespace(
+        up=lambda *_, address, **__: calls.append(address) or [],
+        down=lambda _, address: calls.append(address),
+    )
+    monkeypatch.setattr(commands, "_ray", lambda: on_ray)
+    assert local.up().exit_code == 0
+    words = [command, str(local.file)] if command == "up" else [command]
+    on = {kind: ["--on", kind] if command == "up" else [] for kind in ("local", "ray")}
+    for kind in on:
+        done = local.run(*words, *on[kind], "--ray-address", "10.0.0.1:6379")
+        assert "--ray-address goes with --on ray, --state-dir with --on local" in done.output
+    assert "leave one out" in local.run(*words, "--on", "ray").output
+    local.place = []
+    assert "leave one out" in local.run(*words, "--on", "local", "--ray-address", "10.0.0.1:6379").output
+    assert local.run(*words, *on["ray"], "--ray-address", "10.0.0.1:6379").exit_code == 0
+    assert calls == ["10.0.0.1:6379"]
+    assert local.server().processes(), "on this host"
 
 
 @pytest.mark.slow

@@ -99,8 +99,9 @@ class InstanceControl:
         """
         if self.scale is None:
             raise ConfigError(
-                "the number of instances is fixed: start moe-lora serve with one front end and "
-                "--set scaling.max_instances=N, or call moe-lora cluster scale"
+                "the number of instances is fixed: start the server with one front end and with scaling: "
+                "{max_instances: N} in the file (--set scaling.max_instances=N); on Ray call moe-lora "
+                "cluster scale"
             )
         async with self._change(limit_s):
             await self.scale(number, limit_s)
