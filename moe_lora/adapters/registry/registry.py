@@ -241,8 +241,9 @@ class Registry:
                 )
             self._store.place(staged)
             connection.execute(
-                f"UPDATE adapters SET state = '{READY}' WHERE content_hash = ? AND state = '{BROKEN}'",
-                (staged.content_hash,),
+                f"UPDATE adapters SET lora_rank = ?, state = CASE state WHEN '{BROKEN}' THEN '{READY}' "
+                "ELSE state END WHERE content_hash = ?",
+                (lora_rank, staged.content_hash),
             )
             if current is None or current.content_hash != staged.content_hash:
                 row = {
