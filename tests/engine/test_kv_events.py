@@ -147,16 +147,18 @@ def test_instances_of_one_host_need_ports_of_their_own():
             model_dir=str(DEMO / "model"), kv_events=json.dumps(given), num_instances=num_instances
         )
 
-    def check(engine: EngineConfig, **sections: Any) -> None:
-        checked(ClusterConfig(engine=engine, served_model_name="b", **sections))  # hosts of their own: legal
+    def cluster(*given: int, **sections: Any) -> ClusterConfig:
+        return ClusterConfig(engine=config(*given), served_model_name="b", **sections)
 
     for ports in ((5557, 5558), (5558, 5557)):
+        two = cluster(*ports, 2)  # each may have a host of its own
+        scaled = cluster(*ports, 1, scaling=ScalingConfig(max_instances=2))
         with pytest.raises(ConfigError, match=r"endpoint=tcp.* and replay_endpoint=tcp.* share ports"):
-            check(config(*ports, 2))
+            checked(two)
         with pytest.raises(ConfigError, match="share ports: 2 instances of this host"):
-            check(config(*ports, 1), scaling=ScalingConfig(max_instances=2))
-    check(config(5557, 5559, 2))
-    check(config(65534, 5557, 2))
+            checked(scaled)
+    checked(cluster(5557, 5559, 2))
+    checked(cluster(65534, 5557, 2))
     for ports in ((65534, 5557), (5557, 65534)):
         with pytest.raises(ConfigError, match="65534 leaves no ports for 3 instances"):
             config(*ports, 3)
