@@ -34,7 +34,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _ADDRESS = re.compile(r"(\w[\w+.-]*)://(.*)", re.DOTALL)
 _MAX_CHARS = 1024
 _KEPT_S = 24 * 3600
-"""Time in which the files of a fetch stay: other servers of the folder may serve them."""
+"""Files of a fetch stay this long: other servers of the folder may serve from there."""
 MAX_FETCHES = 8
 _FETCHES = threading.BoundedSemaphore(MAX_FETCHES)
 """Bounds threads that wait for slow sources."""
@@ -142,7 +142,7 @@ def check_files(address: str, sizes: dict[str, int | None], max_bytes: int) -> l
 
 
 def former(folder: Path, folders: Iterable[Path]) -> list[Path]:
-    """Mark `folder` as used now; returns the others but the last used, and but those of the last day."""
+    """Mark `folder` as used now; returns the folders neither used last before, nor within a day."""
     used_s = dict[Path, float]()
     with suppress(OSError):  # of another owner
         os.utime(folder)

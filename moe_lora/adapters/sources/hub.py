@@ -63,5 +63,5 @@ def _remove_former(place: Path, snapshot: Path) -> None:
     try:
         if commits := [one.name for one in former(snapshot, snapshot.parent.iterdir())]:
             scan_cache_dir(place).delete_revisions(*commits).execute()
-    except OSError as error:  # such as of another server that removes them
+    except OSError as error:  # another server may remove the same commits
         logger.warning("former commits stay in %s: %s", place, error)
