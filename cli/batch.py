@@ -142,12 +142,12 @@ def _run_there(run: BatchRun, todo: list[BatchLine], server: str, api_key: str |
 
 def _own_cluster(options: dict[str, Any]) -> ClusterConfig:
     """Settings without keys and limits of clients.  Raises ConfigError and click.UsageError."""
-    from .serve_settings import cluster_to_serve, fit_to_serve
+    from .serve_settings import cluster_to_serve, fetched, fit_to_serve
 
     config_file, skips_bad = options.pop("config_file"), options.pop("skip_bad_adapters")
     if config_file is None and options["model_dir"] is None:
         raise click.UsageError("give --server, or MODEL_DIR of the model that answers")
-    cluster = cluster_to_serve(config_file, None, {**options, "given_keys": ()})
+    cluster = fetched(cluster_to_serve(config_file, None, {**options, "given_keys": ()}))
     of_all = ("max_queued_tokens", "max_bodies_bytes")
     limits = {name: MAX_COUNT for one in of_all for name in (one, f"{one}_per_client")}
     front_end = replace(cluster.front_end, api_keys=None, admin_key_digests=(), admin_address=None, **limits)

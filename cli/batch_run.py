@@ -36,6 +36,7 @@ class BatchRun:
         self._num_before, self._start_s = len(results.finished), time.monotonic()
         self.left = 0
         self.interrupted = False
+        self._waited = False
 
     @property
     def failed(self) -> int:
@@ -99,7 +100,7 @@ class BatchRun:
         """
         for wait_s in (*RETRY_S, None):
             try:
-                answer = await _admitted(line.url, body, http)
+                answer = await self._admitted(line.url, body, http)
             except httpx.TransportError as error:
                 problem, least_s = f"no answer ({error or type(error).__name__})", 0.0
                 if wait_s is None:
@@ -119,15 +120,18 @@ class BatchRun:
         self._report(f"line {line.number}: {problem}; the next run sends the line again")
         return None
 
-
-async def _admitted(url: str, body: bytes, http: httpx.AsyncClient) -> httpx.Response:
-    """The answer, after the waits of a limit of the server."""
-    while True:
-        answer = await http.post(url, content=body, headers={"Content-Type": "application/json"})
-        wait_s = _retry_after_s(answer)
-        if answer.status_code != 429 or not wait_s > 0:
-            return answer
-        await asyncio.sleep(wait_s)
+    async def _admitted(self, url: str, body: bytes, http: httpx.AsyncClient) -> httpx.Response:
+        """The answer, after all waits of a limit of the server; the first is reported."""
+        while True:
+            answer = await http.post(url, content=body, headers={"Content-Type": "application/json"})
+            wait_s = _retry_after_s(answer)
+            if answer.status_code != 429 or not wait_s > 0:
+                return answer
+            if not self._waited:
+                words = " ".join(answer.text.split())[:300]
+                self._report(f"waiting for a limit of the server, as long as it lasts (429: {words})")
+            self._waited = True
+            await asyncio.sleep(wait_s)
 
 
 def _body(answer: httpx.Response) -> Any:

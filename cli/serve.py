@@ -102,10 +102,10 @@ def serve(
     from moe_lora import assemble
     from moe_lora.core.processes import set_log_level
 
-    from .serve_settings import cluster_to_serve, fit_to_serve
+    from .serve_settings import cluster_to_serve, fetched, fit_to_serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    cluster = cluster_to_serve(config_file, name, options)
+    cluster = fetched(cluster_to_serve(config_file, name, options))
     for note in click.get_current_context().meta[NOTES]:
         logging.getLogger(__name__).warning("%s", note)
     if role != "all" and config_file is None:

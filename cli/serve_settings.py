@@ -81,7 +81,11 @@ def cluster_to_serve(
         **(content.get("adapters") or {}),
         **{name: _path_or_address(path, path_of, content) for name, path in adapters},
     }
-    cluster = cluster_of(content, folder, scales=True)
+    return cluster_of(content, folder, scales=True)
+
+
+def fetched(cluster: ClusterConfig) -> ClusterConfig:
+    """The cluster, with folders in place of addresses.  Raises ConfigError."""
     if not cluster.has_addresses:
         return cluster
     from moe_lora.adapters.sources import with_local_adapters

@@ -174,7 +174,10 @@ class VllmWords:
         elif option.takes == "flag":
             self._read_flag(option, name, equals, value, is_off=is_off)
         elif option.takes == "values":
-            for one in [value] if equals else self._values(name):
+            values = [value] if equals else self._values(name)
+            if option.name == "--api-key" and self._is_model_dir(values):
+                self._left.insert(0, values.pop())
+            for one in values:
                 self._add(option, name, one)
         else:
             self._set(option, name, value if equals else self._value(name))
@@ -262,13 +265,14 @@ class VllmWords:
 
     def _values(self, name: str) -> list[str]:
         found = [self._value(name)]
-        while self._left and not self._left[0].startswith("-") and not self._is_model_dir(self._left[0]):
+        while self._left and not self._left[0].startswith("-"):
             found.append(self._left.pop(0))
         return found
 
-    def _is_model_dir(self, word: str) -> bool:
-        """True for the first folder behind a list, if no model is given before."""
-        return not self._model_dir and "--model" not in self._found and os.path.isdir(word)
+    def _is_model_dir(self, keys: Sequence[str]) -> bool:
+        """True if a folder ends a list of keys, and no other word gives a model."""
+        given = {*self._found, *(word.partition("=")[0] for word in self._left)}
+        return len(keys) > 1 and not self._model_dir and "--model" not in given and os.path.isdir(keys[-1])
 
     def _values_of(self, place: Place) -> list[str]:
         """The values after a setting's option."""

@@ -174,7 +174,7 @@ class EngineConfig(Settings):
     no device, and replaces the next instance that dies."""
     kv_events: str | None = setting(None, metavar="JSON", unset="none")
     """Publish events of cached prefixes over ZeroMQ, for routers: vLLM's kv_events_config in JSON.  Instance
-    n has the ports above the given ones by n.  Prompts with a salt have no events."""
+    n adds n to both ports; on one host give ports num_instances apart.  Salted prompts have no events."""
     starvation_s: float = setting(5.0, fixed="5 s serve all loads")
     """Wait for an adapter after which younger requests no longer pass."""
     seed: int = 0

@@ -29,8 +29,8 @@ class KvEventSettings(msgspec.Struct, forbid_unknown_fields=True):
     topic: str = ""
 
 
-def read_settings(text: str, num_instances: int = 1) -> KvEventSettings | None:
-    """The settings in JSON; None: no events.  Raises ConfigError, also if ports of instances collide."""
+def read_settings(text: str, num_instances: int = 1, *, one_host: bool = False) -> KvEventSettings | None:
+    """The settings in JSON; None: no events.  Raises ConfigError, also if ports of one host collide."""
     try:
         found = msgspec.json.decode(text, type=KvEventSettings)
     except msgspec.MsgspecError as error:
@@ -52,9 +52,10 @@ def read_settings(text: str, num_instances: int = 1) -> KvEventSettings | None:
         ports.append(int(address.rpartition(":")[2]))
         if ports[-1] + num_instances > 1 << 16:
             raise ConfigError(f"kv_events: {place}={address} leaves no ports for {num_instances} instances")
-    if abs(ports[0] - ports[-1]) < num_instances and len(ports) > 1:
+    if one_host and len(ports) > 1 and abs(ports[0] - ports[1]) < num_instances:
         raise ConfigError(
             f"kv_events: endpoint={found.endpoint} and replay_endpoint={found.replay_endpoint} share ports: "
-            f"{num_instances} instances add 0 to {num_instances - 1}; give ports {num_instances} apart"
+            f"{num_instances} instances of this host add 0 to {num_instances - 1}; "
+            f"give ports {num_instances} apart"
         )
     return found

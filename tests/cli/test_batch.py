@@ -160,7 +160,7 @@ def test_a_server_s_passing_errors_are_tried_again(tmp_path, tokenizer, monkeypa
 
 def test_a_limit_of_the_server_uses_no_attempt(tmp_path, monkeypatch):
     monkeypatch.setattr(batch_run, "RETRY_S", ())
-    refused = httpx.Response(429, headers={"Retry-After": "0.001"})
+    refused = httpx.Response(429, headers={"Retry-After": "0.001"}, text='{"error": "too many\n tokens"}')
     answers = iter([refused, refused, httpx.Response(200, json={}), httpx.Response(429)])
     file, reports = write(tmp_path / "in", {"prompt": "the"}, {"prompt": "the"}), list[str]()
 
@@ -175,7 +175,10 @@ def test_a_limit_of_the_server_uses_no_attempt(tmp_path, monkeypatch):
     with file.open("rb") as source, closing(Results(str(file.with_suffix(".out")))) as found:
         run = asyncio.run(send(source, found))
     assert (found.finished, run.left, list(answers)) == ({"n0": True}, 1, [])
-    assert "line 2: status 429; the next run sends the line again" in reports
+    assert [one for one in reports if " done, " not in one] == [
+        'waiting for a limit of the server, as long as it lasts (429: {"error": "too many tokens"})',
+        "line 2: status 429; the next run sends the line again",
+    ]
 
 
 def test_an_own_instance_has_no_limits_for_its_only_client(tmp_path, monkeypatch):

@@ -263,14 +263,33 @@ def test_a_text_arrives_as_given(text, served, model_dir):
         assert served.pop()[0].chat_template == text
 
 
-def test_a_folder_behind_a_list_is_the_model(model_dir, tmp_path):
+def test_a_folder_that_ends_a_list_of_keys_is_the_model(model_dir, tmp_path):
+    other = str(tmp_path)
     found, _ = parsed("--config", "x", "--api-key", "one", "two", model_dir)
     assert (found["given_keys"], found["model_dir"]) == (("one", "two"), model_dir)
-    found, _ = parsed("--served-model-name", "one", model_dir)
-    assert (found["served_model_name"], found["model_dir"]) == (("one",), model_dir)
-    for first in ([model_dir], ["--model", model_dir]):
-        found, _ = parsed(*first, "--served-model-name", "one", str(tmp_path))
-        assert (found["served_model_name"], found["model_dir"]) == (("one", str(tmp_path)), model_dir)
+    for words in (
+        [model_dir, "--api-key", "one", other],
+        ["--model", model_dir, "--api-key", "one", other],
+        ["--api-key", "one", other, "--model", model_dir],
+        ["--api-key", "one", other, f"--model={model_dir}"],
+    ):
+        found, _ = parsed(*words)
+        assert (found["given_keys"], found["model_dir"]) == (("one", other), model_dir)
+    for words in (["--api-key", other], ["--api-key", other, "one"]):
+        found, _ = parsed("--config", "x", *words)
+        assert (found["given_keys"], found["model_dir"]) == (tuple(words[1:]), None)
+
+
+def test_a_name_that_is_a_folder_s_too_is_no_model(model_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    for words, model in ((["--config", "x"], None), (["--model", model_dir], model_dir)):
+        for given in (
+            [*words, "--served-model-name", "prod", "demo"],
+            ["--served-model-name", "prod", "demo", *words],
+        ):
+            found, _ = parsed(*given)
+            assert (found["served_model_name"], found["model_dir"]) == (("prod", "demo"), model)
 
 
 def test_the_last_of_several_values_counts(served, model_dir):

@@ -18,6 +18,7 @@ from moe_lora.config.cluster import ClusterConfig
 from moe_lora.config.kv_events import read_settings
 from moe_lora.config.optional_parts import ScalingConfig
 from moe_lora.core.errors import ConfigError
+from moe_lora.dist.launch.local import checked
 from moe_lora.engine.kv_events import KvEvents
 from tests.dist.cluster_jobs import free_port
 from tests.patience import PATIENCE_S
@@ -139,19 +140,25 @@ def test_settings_that_mean_nothing_here_are_named(given, message):
         EngineConfig(model_dir="m", kv_events=given)
 
 
-def test_instances_need_ports_of_their_own():
+def test_instances_of_one_host_need_ports_of_their_own():
     def config(port: int, replay: int, num_instances: int) -> EngineConfig:
         given = settings(endpoint=f"tcp://*:{port}", replay_endpoint=f"tcp://*:{replay}")
-        return EngineConfig(model_dir="m", kv_events=json.dumps(given), num_instances=num_instances)
+        return EngineConfig(
+            model_dir=str(DEMO / "model"), kv_events=json.dumps(given), num_instances=num_instances
+        )
+
+    def cluster(*given: int, **sections: Any) -> ClusterConfig:
+        return ClusterConfig(engine=config(*given), served_model_name="b", **sections)
 
     for ports in ((5557, 5558), (5558, 5557)):
-        engine = config(*ports, 1)
+        two = cluster(*ports, 2)  # each may have a host of its own
+        scaled = cluster(*ports, 1, scaling=ScalingConfig(max_instances=2))
         with pytest.raises(ConfigError, match=r"endpoint=tcp.* and replay_endpoint=tcp.* share ports"):
-            config(*ports, 2)
-        with pytest.raises(ConfigError, match="share ports: 2 instances"):
-            ClusterConfig(engine=engine, served_model_name="b", scaling=ScalingConfig(max_instances=2))
-    config(5557, 5559, 2)
-    config(65534, 5557, 2)
+            checked(two)
+        with pytest.raises(ConfigError, match="share ports: 2 instances of this host"):
+            checked(scaled)
+    checked(cluster(5557, 5559, 2))
+    checked(cluster(65534, 5557, 2))
     for ports in ((65534, 5557), (5557, 65534)):
         with pytest.raises(ConfigError, match="65534 leaves no ports for 3 instances"):
             config(*ports, 3)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,3 +120,22 @@ def test_addresses_on_the_command_line_and_in_the_file(hub: Hub, tmp_path: Path,
     assert path.startswith(str(tmp_path / "cache"))
     result = CliRunner().invoke(main, ["serve", str(model), "--lora-modules", "a=hf://acme/support"])
     assert "this server fetches no adapters" in result.output
+
+
+def test_settings_are_read_again_without_a_call_to_the_hub(hub: Hub, tmp_path: Path, monkeypatch) -> None:
+    """Of a changed hub too: the warning about changed settings is of the file."""
+    from moe_lora import assemble
+    from moe_lora.cli.main import main
+
+    found = []
+    monkeypatch.setattr(assemble, "serve", lambda *served: found.extend(served))
+    monkeypatch.setattr("moe_lora.cli.serve_settings.fit_to_serve", lambda engine, skip_bad: engine)
+    file = tmp_path / "cluster.yaml"
+    sources = f"sources: {{allow: ['hf://acme/*'], folder: {tmp_path / 'cache'}}}"
+    file.write_text(f"model_dir: {tmp_path}\nadapters: {{a: 'hf://acme/support'}}\n{sources}\n")
+    result = CliRunner().invoke(main, ["serve", "--config", str(file)])
+    assert result.exit_code == 0, result.output
+    assert hub.asked == ["acme/support"]
+    cluster, reload = found
+    assert asyncio.run(reload.read_again(cluster.front_end)) == cluster.front_end
+    assert hub.asked == ["acme/support"]

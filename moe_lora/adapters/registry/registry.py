@@ -49,6 +49,10 @@ CREATE TABLE adapters (
 ) WITHOUT ROWID
 """
 
+_REPAIR = f"""
+UPDATE adapters SET lora_rank = ?, state = replace(state, '{BROKEN}', '{READY}') WHERE content_hash = ?
+"""
+
 _ALIASES = """
 CREATE TABLE IF NOT EXISTS aliases (
     base_hash TEXT NOT NULL,
@@ -240,10 +244,7 @@ class Registry:
                     f"{base_hash[:12]}; choose another name, or remove it first"
                 )
             self._store.place(staged)
-            connection.execute(
-                f"UPDATE adapters SET state = '{READY}' WHERE content_hash = ? AND state = '{BROKEN}'",
-                (staged.content_hash,),
-            )
+            connection.execute(_REPAIR, (lora_rank, staged.content_hash))
             if current is None or current.content_hash != staged.content_hash:
                 row = {
                     "name": name,

@@ -6,7 +6,9 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -31,6 +33,8 @@ FURTHER = (
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _ADDRESS = re.compile(r"(\w[\w+.-]*)://(.*)", re.DOTALL)
 _MAX_CHARS = 1024
+_KEPT_S = 24 * 3600
+"""Files of a fetch stay this long: other servers of the folder may serve from there."""
 MAX_FETCHES = 8
 _FETCHES = threading.BoundedSemaphore(MAX_FETCHES)
 """Bounds threads that wait for slow sources."""
@@ -135,6 +139,18 @@ def check_files(address: str, sizes: dict[str, int | None], max_bytes: int) -> l
             f"{address} has {total / 1e9:.2f} GB; the limit is sources.max_gb={max_bytes / 1e9:g}"
         )
     return names
+
+
+def former(folder: Path, folders: Iterable[Path]) -> list[Path]:
+    """Mark `folder` as used now; returns the folders neither used last before, nor within a day."""
+    used_s = dict[Path, float]()
+    with suppress(OSError):  # of another owner
+        os.utime(folder)
+    for one in folders:
+        with suppress(OSError):  # removed meanwhile
+            used_s[one] = one.stat().st_mtime
+    used_s.pop(folder, None)
+    return [one for one in sorted(used_s, key=used_s.__getitem__)[:-1] if used_s[one] < time.time() - _KEPT_S]
 
 
 def unreachable(address: str, error: Exception) -> PeerUnreachableError:

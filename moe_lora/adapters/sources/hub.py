@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from pathlib import Path
 
 from moe_lora.core.errors import AdapterError
 
-from . import check_files, unreachable
+from . import check_files, former, unreachable
+
+logger = logging.getLogger(__name__)
 
 _ADDRESS = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<folder>.+))?")
 
 
 def fetch(address: str, cache: Path, max_bytes: int) -> Path:
-    """The folder of an adapter's files at one commit, below `cache`: the last two of an address stay.
+    """The folder of an adapter's files at one commit, below `cache`; removes an address's `former` commits.
 
     Later calls transfer changed files only.  The token is the hub library's (HF_TOKEN).  Raises AdapterError,
     PeerUnreachableError.
@@ -39,7 +42,7 @@ def fetch(address: str, cache: Path, max_bytes: int) -> Path:
         names = check_files(address, sizes, max_bytes)
         for name in names:
             got = hf_hub_download(repo, prefix + name, revision=info.sha, cache_dir=place)
-        _remove_former(place, info.sha)
+        _remove_former(place, Path(got).parents[prefix.count("/")])
         return Path(got).parent
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise AdapterError(
@@ -53,11 +56,12 @@ def fetch(address: str, cache: Path, max_bytes: int) -> Path:
         raise unreachable(address, error) from error
 
 
-def _remove_former(place: Path, commit: str | None) -> None:
-    """Remove all commits from an address's cache but this one and the one before."""
+def _remove_former(place: Path, snapshot: Path) -> None:
+    """Remove the `former` commits of an address's cache.  snapshot: of the fetched commit."""
     from huggingface_hub import scan_cache_dir
 
-    found = scan_cache_dir(place)
-    others = [one for repo in found.repos for one in repo.revisions if one.commit_hash != commit]
-    former = sorted(others, key=lambda one: one.snapshot_path.stat().st_mtime_ns)[:-1]
-    found.delete_revisions(*(one.commit_hash for one in former)).execute()
+    try:
+        if commits := [one.name for one in former(snapshot, snapshot.parent.iterdir())]:
+            scan_cache_dir(place).delete_revisions(*commits).execute()
+    except OSError as error:  # another server may remove the same commits
+        logger.warning("former commits stay in %s: %s", place, error)

@@ -13,11 +13,11 @@ from typing import Any
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.host import OwnFolder
 
-from . import check_files, unreachable
+from . import check_files, former, unreachable
 
 
 def fetch(address: str, cache: Path, max_bytes: int) -> Path:
-    """The folder of an adapter's files, below `cache`: one folder for each of the last two states.
+    """The folder of an adapter's files, below `cache`, one for each state; removes the `former` states.
 
     Credentials are the storage library's (AWS_ACCESS_KEY_ID and others).  Raises AdapterError, also for
     changing files; PeerUnreachableError.
@@ -60,9 +60,8 @@ def _fetched(system: Any, root: str, address: str, cache: Path, max_bytes: int) 
         if not _is_whole(place, sizes):  # else another thread may have been first
             shutil.rmtree(place, ignore_errors=True)
             os.rename(partial, place)
-    others = [one for one in place.parent.glob(f"{own}-*") if one != place]
-    for former in sorted(others, key=lambda one: one.stat().st_mtime_ns)[:-1]:
-        shutil.rmtree(former, ignore_errors=True)
+    for one in former(place, place.parent.glob(f"{own}-*")):
+        shutil.rmtree(one, ignore_errors=True)
     return place
 
 

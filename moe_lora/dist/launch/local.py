@@ -51,6 +51,10 @@ def checked(cluster: ClusterConfig) -> ClusterConfig:
 
     make_routes(cluster)
     check_instances(cluster)
+    if cluster.engine.kv_events is not None:
+        from moe_lora.config.kv_events import read_settings
+
+        read_settings(cluster.engine.kv_events, most_instances(cluster), one_host=True)
     if cluster.scaling is not None:
         from .local_scaling import check_scaling
 

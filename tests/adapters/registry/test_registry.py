@@ -80,6 +80,17 @@ def test_new_content_is_a_new_version_and_the_same_content_is_none(registry, sou
     assert len(stored(registry)) == 2
 
 
+def test_an_addition_corrects_the_rank_of_all_rows_of_a_content(registry, source):
+    for name in "xy":
+        registry.add(name, source(1, lora_rank=3), base_hash=BASE)
+    registry.remove("y")
+    with registry._database.writing() as connection:
+        connection.execute("UPDATE adapters SET lora_rank = 64")  # of a former reader
+    assert registry.add("x", source(1, lora_rank=3), base_hash=BASE).lora_rank == 3
+    [removed] = registry.versions("y")
+    assert (removed.lora_rank, removed.state) == (3, "removed")
+
+
 def test_names_share_content_until_the_last_is_removed(registry, source):
     path = Path(registry.add("x", source(1), base_hash=BASE).path)
     registry.add("y", source(1), base_hash=BASE)

@@ -69,6 +69,43 @@ def test_the_last_two_commits_of_each_address_stay(hub: Hub, tmp_path: Path) -> 
     assert (places[2] / WEIGHTS_FILE).is_file()
 
 
+def test_a_commit_that_was_fetched_within_a_day_stays(hub: Hub, tmp_path: Path) -> None:
+    """Also one that was there already: its snapshot has the time of the last fetch."""
+    fetcher = sources(tmp_path, "hf://acme/*")
+
+    def fetched(content: int) -> Path:
+        peft_folder(tmp_path / "repo" / "math", content)
+        return Path(fetcher.local("hf://acme/support/math"))
+
+    places = [fetched(content) for content in (1, 2, 3)]
+    assert all((one / WEIGHTS_FILE).is_file() for one in places)
+    for number, one in enumerate(places):
+        os.utime(one.parent, (number, number))
+    assert fetched(1) == places[0]
+    assert [(one / WEIGHTS_FILE).is_file() for one in places] == [True, False, True]
+    fetched(4)
+    assert [(one / WEIGHTS_FILE).is_file() for one in places] == [True, False, False]
+
+
+def test_a_failed_removal_of_former_commits_fails_no_fetch(
+    hub: Hub, tmp_path: Path, monkeypatch, caplog
+) -> None:
+    import huggingface_hub
+
+    def gone(place: Path) -> None:
+        raise FileNotFoundError(f"{place}/refs/main")  # another server removed it meanwhile
+
+    fetcher = sources(tmp_path, "hf://acme/*")
+    for seed in (1, 2, 3):
+        peft_folder(tmp_path / "repo", seed)
+        place = Path(fetcher.local("hf://acme/support"))
+        os.utime(place, ns=(seed, seed))
+    monkeypatch.setattr(huggingface_hub, "scan_cache_dir", gone)
+    peft_folder(tmp_path / "repo", 4)
+    assert (Path(fetcher.local("hf://acme/support")) / WEIGHTS_FILE).is_file()
+    assert "former commits stay" in caplog.text
+
+
 def test_a_revision_and_a_folder_of_the_repository(hub: Hub, tmp_path: Path) -> None:
     peft_folder(tmp_path / "repo" / "math", 7)
     commit = hub.commit("acme/support")

@@ -48,7 +48,8 @@ class EtcdStore:
             raise LostLeaseError("another controller has the leader's key, or the key was deleted")
 
     def release(self) -> None:
-        self._call("/v3/lease/revoke", {"ID": self._lease})
+        if self._lease:
+            self._call("/v3/lease/revoke", {"ID": self._lease})
 
     def _find(self) -> tuple[str, int] | None:
         """The holder and the epoch."""

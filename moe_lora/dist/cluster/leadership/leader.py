@@ -80,7 +80,8 @@ class Leader:
         faulthandler.cancel_dump_traceback_later()
         try:
             self._store.release()
-            logger.info("controller %s leads no more", self._name)
+            if self._until_s:
+                logger.info("controller %s leads no more", self._name)
         except StoreError as error:
             logger.warning("the lease ends after leadership.ttl_s: %s", error)
 

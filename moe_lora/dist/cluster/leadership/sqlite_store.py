@@ -59,7 +59,8 @@ class SqliteStore:
             raise LostLeaseError("another controller took the lease")
 
     def release(self) -> None:
-        self._set_until(0.0)
+        if self._holder:
+            self._set_until(0.0)
 
     def _set_until(self, until_s: float) -> bool:
         with self._writing() as file:

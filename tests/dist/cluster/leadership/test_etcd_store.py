@@ -115,6 +115,16 @@ def test_the_next_member_answers_for_one_that_does_not():
 def test_without_a_good_answer_the_error_says_what_to_do(said):
     with gateway(lambda path, body: said) as member:
         store = EtcdStore([member], "k", TTL_S)
-        for call in (store.renew, store.release, lambda: store.acquire("a")):
+        for call in (store.renew, lambda: store.acquire("a")):
             with pytest.raises(StoreError, match="start a majority of its members"):
                 call()
+        store.release()  # no call: no lease was granted
+
+
+def test_a_release_without_a_good_answer_is_told():
+    answers = Answers()
+    with gateway(answers) as member:
+        store = EtcdStore([member], "k", TTL_S)
+        store.acquire("a")
+    with pytest.raises(StoreError, match="start a majority of its members"):
+        store.release()

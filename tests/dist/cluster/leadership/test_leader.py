@@ -96,7 +96,8 @@ def test_a_leader_without_its_lease_ends(ended, problem):
 
 
 @pytest.mark.parametrize(("others", "released"), [([], 1), (["another 7"], 0)])
-def test_a_campaign_that_a_signal_ends_leaves_no_lease(ended, monkeypatch, others, released):
+def test_a_campaign_that_a_signal_ends_leaves_no_lease(ended, monkeypatch, caplog, others, released):
+    caplog.set_level("INFO", logger="moe_lora")
     store = Store()
     store.others, store.problem = others, SystemExit(0)
     monkeypatch.setattr(leader.time, "sleep", lambda pause_s: sys.exit(0))
@@ -106,6 +107,7 @@ def test_a_campaign_that_a_signal_ends_leaves_no_lease(ended, monkeypatch, other
     candidate.release()
     candidate.release()
     assert store.released == released
+    assert "leads no more" not in caplog.text
 
 
 def test_process_1_of_a_container_ends_though_the_kernel_spares_it():

@@ -48,3 +48,4 @@ def test_an_unusable_file_is_named(tmp_path):
         StoreError, match=r"none/lease can't be written: .*; give a file in a writable folder"
     ):
         SqliteStore(str(tmp_path / "none" / "lease"), 5.0).acquire("a")
+    SqliteStore(str(tmp_path / "none" / "lease"), 5.0).release()  # no lease, no call
