@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,20 +23,15 @@ import httpx
 from moe_lora.config import FrontEndConfig
 from moe_lora.config.cluster import read_cluster
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.host import folder_locked, host_name, state_folder
+from moe_lora.core.host import CLUSTER_MARK, cluster_headers, folder_locked, host_name, state_folder
 
 from .host_roles import FRONT_END, INSTANCE, STOP_S
 from .progress import LOOK_S, READY, RUNNING, STARTING, RoleFacts, check_name, ready_urls
 
 _SERVE = ("-m", "moe_lora.cli.main", "serve")
-_MARK = "MOE_LORA_CLUSTER"
-"""Variable in each process of a cluster: a token, new at each start.
-
-Later processes with the same numbers lack the token.
-"""
 _STATE, _LOG = "state.json", "server.log"
-_LINES = 20
-_READY_S, _STATUS_S, _SCALE_S, _MOVES_S = 2.0, 30.0, 300.0, 3600.0
+_LINES, _TEXT = 20, 300
+_STATUS_S, _SCALE_S, _MOVES_S = 30.0, 300.0, 3600.0
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _DRAINED, _SILENT = "drained", "silent"
 
@@ -44,8 +40,8 @@ _DRAINED, _SILENT = "drained", "silent"
 class _Server:
     """A started server.
 
-    token: in `_MARK` of all processes.  admin: of the administrators, a path or a URL.
-    stop_s: longest end.  told: processes that got SIGTERM, by any command.
+    token: in `CLUSTER_MARK` of all processes.  admin: of the administrators, a path or a URL.
+    stop_s: longest end.  told: processes after SIGTERM by any command.
     """
 
     folder: str
@@ -65,9 +61,16 @@ class _Server:
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # ended, or of another user
                 variables = dict(one.partition("=")[::2] for one in _words(folder / "environ"))
-                if variables.get(_MARK) == self.token:
+                if variables.get(CLUSTER_MARK) == self.token:
                     found[int(folder.name)] = [*_words(folder / "cmdline"), "RANK", variables.get("RANK", "")]
         return dict(sorted(found.items(), key=lambda one: (not _is_server(one[1]), one[0])))
+
+    def living(self) -> dict[int, list[str]]:
+        """As `processes`.  Raises ConfigError after the server's end."""
+        processes = self.processes()
+        if not any(map(_is_server, processes.values())):
+            raise ConfigError(_last_errors(self.log))
+        return processes
 
     def call(self, method: str, path: str, limit_s: float) -> httpx.Response:
         """The administrators' answer, with the key in OPENAI_API_KEY.  Raises httpx.HTTPError."""
@@ -80,9 +83,10 @@ class _Server:
             return http.request(method, f"{base}{path}")
 
     def is_ready(self) -> bool:
+        """False for another server."""
         with suppress(httpx.HTTPError):
-            ready = httpx.get(f"{self.url}/ready", verify=False, trust_env=False, timeout=_READY_S)
-            return ready.status_code == httpx.codes.OK
+            ready = httpx.get(f"{self.url}/ready", verify=False, trust_env=False, timeout=_STATUS_S)
+            return ready.is_success and cluster_headers(self.token).items() <= ready.headers.items()
         return False
 
     def instances(self) -> dict[str, dict[str, Any]]:
@@ -95,9 +99,7 @@ class _Server:
 
     def status(self) -> list[RoleFacts]:
         """Every role's state.  Raises ConfigError after the server's end."""
-        processes = self.processes()
-        if not any(map(_is_server, processes.values())):
-            raise ConfigError(_last_errors(self.log))
+        processes = self.living()
         log = self.log.read_text(errors="replace")
         logged = {int(pid): name for name, pid in re.findall(r"(\S+) started \(process (\d+)\)", log)}
         is_ready = self.is_ready()
@@ -154,7 +156,7 @@ class _Server:
             time.sleep(LOOK_S)
 
     def _tell(self) -> dict[int, list[str]]:
-        """Processes that remain, each told once: a second SIGTERM cuts requests.  Without any, no state."""
+        """Remaining processes, each told once: a second SIGTERM cuts requests.  Without any, no state."""
         folder = Path(self.folder)
         with folder_locked(folder):
             processes, kept = self.processes(), _kept(folder)
@@ -233,7 +235,7 @@ def _read(folder: Path) -> _Server:
         ) from None
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"{folder / _STATE} is damaged ({error}); start the cluster by up --on local, which replaces it"
+            f"{folder / _STATE} is damaged ({error}); up --on local starts the cluster and a new file"
         ) from error
 
 
@@ -299,16 +301,15 @@ def _new_server(folder: Path, front_end: FrontEndConfig) -> _Server:
     host = _ANY.get(front_end.host, front_end.host)
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{front_end.port}"
     admin = front_end.admin_address
-    server = _Server(
+    with suppress(OSError), socket.create_connection((host, front_end.port), _STATUS_S):
+        raise ConfigError(f"another server answers at {url}; give another front_end.port")
+    return _Server(
         folder=str(folder),
         token=secrets.token_hex(16),
         url=url,
         admin=url if admin is None else admin if admin.startswith("/") else f"{scheme}://{admin}",
         stop_s=front_end.drain_s + 3 * STOP_S,
     )
-    if server.is_ready():
-        raise ConfigError(f"another server answers at {url}; give another front_end.port")
-    return server
 
 
 def _started(server: _Server, words: list[str]) -> subprocess.Popen[bytes]:
@@ -320,7 +321,7 @@ def _started(server: _Server, words: list[str]) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env={**os.environ, _MARK: server.token},
+            env={**os.environ, CLUSTER_MARK: server.token},
         )
 
 
@@ -332,13 +333,20 @@ def status(name: str, state_dir: str | None) -> list[RoleFacts]:
 def scale(name: str, state_dir: str | None, num_instances: int) -> None:
     """Change the number of instances.  Raises ConfigError."""
     server = _server(name, state_dir)
+    server.living()
+    if not server.is_ready():  # the key is for no other server
+        raise ConfigError(f"{name} is not ready at {server.url}; see moe-lora cluster status")
     path = f"/v1/instances/scale?number={num_instances}&limit_s={_SCALE_S:g}"
     try:
         answer = server.call("POST", path, _SCALE_S + _MOVES_S)
     except httpx.HTTPError as error:
         raise ConfigError(f"{name} does not answer at {server.admin}: {error}") from error
     if answer.is_error:
-        raise ConfigError(answer.json()["error"]["message"])
+        try:
+            message = answer.json()["error"]["message"]
+        except (ValueError, TypeError, LookupError):
+            message = f"{server.admin} answers {answer.status_code}: {answer.text[:_TEXT]}"
+        raise ConfigError(message)
 
 
 def drain(name: str, state_dir: str | None, host: str) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
 from dataclasses import asdict
 from html import escape
@@ -18,6 +19,7 @@ import moe_lora
 from moe_lora.config import MAX_COUNT
 from moe_lora.config.devices import LORA_SERVER, device_name
 from moe_lora.core.errors import EngineDeadError, LoraServerError
+from moe_lora.core.host import CLUSTER_MARK, cluster_headers
 from moe_lora.core.request import FleetStats, InstanceStats
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.serve.access import caller_of
@@ -68,7 +70,8 @@ def status_router(frontend: Frontend) -> APIRouter:
         """200 while the engine works and no shutdown has begun, else 503."""
         if frontend.ending.begun:
             raise ApiError(503, "the server is shutting down; send requests elsewhere")
-        return await health()
+        await health()
+        return Response(headers=cluster_headers(os.environ.get(CLUSTER_MARK)))
 
     @router.get("/live", response_model=None)
     async def live() -> Response:

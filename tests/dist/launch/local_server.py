@@ -16,6 +16,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
+from moe_lora.core.host import CLUSTER_MARK, cluster_headers
+
 ROLE = "import signal, sys, time; {0}; print('up', flush=True); time.sleep(600)"
 STUCK = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
@@ -50,6 +52,8 @@ class Server:
         if self.key == "keys" and key != "Bearer secret":
             return 401, {"error": {"message": "a key is needed"}}
         if method == "POST":
+            if self.key == "odd":
+                return 404, {"detail": "Not Found"}
             if "scaling" not in self.content:
                 return 400, {"error": {"message": "the number of instances is fixed"}}
             self.scale(int(parse_qs(place.query)["number"][0]))
@@ -84,6 +88,8 @@ def main() -> None:
         def do_GET(self) -> None:
             status, body = server.answer(self.command, self.path, self.headers.get("Authorization"))
             self.send_response(status)
+            for one in cluster_headers(os.environ[CLUSTER_MARK]).items():
+                self.send_header(*one)
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
 

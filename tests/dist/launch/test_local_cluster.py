@@ -9,7 +9,10 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -245,7 +248,8 @@ def test_an_end_forgets_no_later_start_and_none_of_another_host(
 def test_a_repeated_end_sends_no_second_signal(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_cluster, "STOP_S", 0.0)
     assert local.up("busy", front_end={"drain_s": 0.1}).exit_code == 0
-    sent, send = [], os.kill
+    sent: list[int] = []
+    send = os.kill
     monkeypatch.setattr(os, "kill", lambda pid, number: (sent.append(pid), send(pid, number)))
     for _ in range(2):
         assert "did not end within 0.1 s" in local.run("down").output
@@ -283,6 +287,64 @@ def test_roles_have_names_and_states_without_lines_of_the_log(local: Local) -> N
     assert shown["instance-1"] == ["starting", "2", "it", "was", "killed"]
 
 
+@contextmanager
+def foreign(port: int) -> Iterator[list[str]]:
+    """Another server at the port: requests that it got."""
+    got: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            got.append(f"{self.path} {self.headers.get('Authorization')}")
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_POST = do_GET
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield got
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_another_server_at_the_port_is_not_the_cluster(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    assert local.up().exit_code == 0
+    server = local.server()
+    kill(server)
+    with foreign(local.port) as got:
+        assert "the server has ended" in local.run("scale", "instance", "1").output
+        monkeypatch.setattr(local_cluster._Server, "living", lambda self: {})
+        assert "moe-lora is not ready at http" in local.run("scale", "instance", "1").output
+        assert got == ["/ready None"]
+        assert "another server answers" in local.up().output
+
+
+def test_an_error_of_another_form_is_shown(local: Local) -> None:
+    assert local.up("odd").exit_code == 0
+    assert 'answers 404: {"detail": "Not Found"}' in local.run("scale", "instance", "1").output
+
+
+def test_another_server_that_takes_the_port_makes_no_start_ready(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = local_cluster._started
+    with ExitStack() as later:
+        monkeypatch.setattr(
+            local_cluster,
+            "_started",
+            lambda *given: (later.enter_context(foreign(local.port)), start(*given))[1],
+        )
+        done = local.up()
+    assert done.exit_code == 1
+    assert "the server has ended" in done.output
+    assert_nothing_is_left(local)
+
+
 def test_the_name_finds_the_place(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
     local.place = []
     monkeypatch.setenv("XDG_STATE_HOME", str(local.folder / "home"))
@@ -309,7 +371,7 @@ def test_the_name_finds_the_place(local: Local, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("command", ["down", "up"])
 def test_options_name_one_place(command: str, local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+    calls: list[str] = []
     on_ray = SimpleNamespace(
         up=lambda *_, address, **__: calls.append(address) or [],
         down=lambda _, address: calls.append(address),
