@@ -164,7 +164,7 @@ def _may_be_on_ray(address: str) -> bool:
 
 
 def _one_place(kind: str | None, address: str, state_dir: str | None) -> str | None:
-    """The place that the options name; None if none does.  Raises UsageError for two."""
+    """The place by the options, if any.  Raises UsageError for two."""
     named = {kind, "ray" if address != _AUTO else None, "local" if state_dir is not None else None} - {None}
     if len(named) > 1:
         raise click.UsageError("--ray-address goes with --on ray, --state-dir with --on local; leave one out")

@@ -25,6 +25,11 @@ from .errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+CLUSTER_MARK = "MOE_LORA_CLUSTER"
+"""Variable in each process of a cluster on this host: a token, new at each start.
+
+Later processes with the same numbers, and other servers at the port, lack the token.
+"""
 _RUN = "run-"
 _NEW, _NEW_S = "new-", 600.0
 """Prefix of an unlocked new folder, and its age at removal."""
@@ -71,7 +76,7 @@ def _warn_of_former(folder: Path) -> None:
 
 
 def host_name() -> str:
-    """This host's folder in one that hosts may share."""
+    """This host's folder in a shared one."""
     return "host-" + re.sub(r"[^\w.-]", "_", platform.node())
 
 
@@ -163,6 +168,11 @@ def folder_locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def cluster_headers(token: str | None) -> dict[str, str]:
+    """Headers of /ready in a cluster on this host."""
+    return {"x-moe-lora-cluster": token[:8]} if token else {}
 
 
 MEMINFO = Path("/proc/meminfo")

@@ -23,8 +23,7 @@ import httpx
 from moe_lora.config import FrontEndConfig
 from moe_lora.config.cluster import read_cluster
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.host import folder_locked, host_name, state_folder
-from moe_lora.core.processes import CLUSTER_HEADER, CLUSTER_MARK, cluster_sign
+from moe_lora.core.host import CLUSTER_MARK, cluster_headers, folder_locked, host_name, state_folder
 
 from .host_roles import FRONT_END, INSTANCE, STOP_S
 from .progress import LOOK_S, READY, RUNNING, STARTING, RoleFacts, check_name, ready_urls
@@ -42,7 +41,7 @@ class _Server:
     """A started server.
 
     token: in `CLUSTER_MARK` of all processes.  admin: of the administrators, a path or a URL.
-    stop_s: longest end.  told: processes that got SIGTERM, by any command.
+    stop_s: longest end.  told: processes after SIGTERM by any command.
     """
 
     folder: str
@@ -84,10 +83,10 @@ class _Server:
             return http.request(method, f"{base}{path}")
 
     def is_ready(self) -> bool:
-        """False where another server answers."""
+        """False for another server."""
         with suppress(httpx.HTTPError):
             ready = httpx.get(f"{self.url}/ready", verify=False, trust_env=False, timeout=_STATUS_S)
-            return ready.is_success and ready.headers.get(CLUSTER_HEADER) == cluster_sign(self.token)
+            return ready.is_success and cluster_headers(self.token).items() <= ready.headers.items()
         return False
 
     def instances(self) -> dict[str, dict[str, Any]]:
@@ -157,7 +156,7 @@ class _Server:
             time.sleep(LOOK_S)
 
     def _tell(self) -> dict[int, list[str]]:
-        """Processes that remain, each told once: a second SIGTERM cuts requests.  Without any, no state."""
+        """Remaining processes, each told once: a second SIGTERM cuts requests.  Without any, no state."""
         folder = Path(self.folder)
         with folder_locked(folder):
             processes, kept = self.processes(), _kept(folder)
@@ -205,7 +204,7 @@ def _state(card: dict[str, Any], other: str) -> str:
 
 
 def _last_errors(log: Path) -> str:
-    """The error that ended the server, from the log."""
+    """The server's last error, from the log."""
     lines = log.read_text(errors="replace").splitlines()
     first = next((n for n in range(len(lines) - 1, -1, -1) if lines[n].startswith("Error: ")), None)
     errors = lines[first:] if first is not None else [one for one in lines if " ERROR " in one] or lines[-3:]
@@ -236,7 +235,7 @@ def _read(folder: Path) -> _Server:
         ) from None
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"{folder / _STATE} is damaged ({error}); start the cluster by up --on local, which replaces it"
+            f"{folder / _STATE} is damaged ({error}); up --on local starts the cluster and a new file"
         ) from error
 
 
@@ -316,7 +315,7 @@ def _new_server(folder: Path, front_end: FrontEndConfig) -> _Server:
 def _started(server: _Server, words: list[str]) -> subprocess.Popen[bytes]:
     server.log.unlink(missing_ok=True)
     with server.log.open("ab") as log:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, *_SERVE, *words],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -324,6 +323,9 @@ def _started(server: _Server, words: list[str]) -> subprocess.Popen[bytes]:
             start_new_session=True,
             env={**os.environ, CLUSTER_MARK: server.token},
         )
+    while process.pid not in server.processes() and process.poll() is None:
+        time.sleep(LOOK_S)  # the kernel shows a new process's environment a little later
+    return process
 
 
 def status(name: str, state_dir: str | None) -> list[RoleFacts]:

@@ -19,7 +19,7 @@ import moe_lora
 from moe_lora.config import MAX_COUNT
 from moe_lora.config.devices import LORA_SERVER, device_name
 from moe_lora.core.errors import EngineDeadError, LoraServerError
-from moe_lora.core.processes import CLUSTER_HEADER, CLUSTER_MARK, cluster_sign
+from moe_lora.core.host import CLUSTER_MARK, cluster_headers
 from moe_lora.core.request import FleetStats, InstanceStats
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.serve.access import caller_of
@@ -54,7 +54,6 @@ class MigrateRequest(ApiModel):
 
 def status_router(frontend: Frontend) -> APIRouter:
     router = APIRouter(tags=["status"], route_class=bounded_route(frontend.limits))
-    sign = cluster_sign(os.environ.get(CLUSTER_MARK, ""))
 
     @router.get("/health", response_model=None)
     async def health() -> Response:
@@ -71,10 +70,8 @@ def status_router(frontend: Frontend) -> APIRouter:
         """200 while the engine works and no shutdown has begun, else 503."""
         if frontend.ending.begun:
             raise ApiError(503, "the server is shutting down; send requests elsewhere")
-        answer = await health()
-        if sign:
-            answer.headers[CLUSTER_HEADER] = sign
-        return answer
+        await health()
+        return Response(headers=cluster_headers(os.environ.get(CLUSTER_MARK)))
 
     @router.get("/live", response_model=None)
     async def live() -> Response:

@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
-from moe_lora.core.processes import CLUSTER_HEADER, CLUSTER_MARK, cluster_sign
+from moe_lora.core.host import CLUSTER_MARK, cluster_headers
 
 ROLE = "import signal, sys, time; {0}; print('up', flush=True); time.sleep(600)"
 STUCK = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
@@ -88,7 +88,8 @@ def main() -> None:
         def do_GET(self) -> None:
             status, body = server.answer(self.command, self.path, self.headers.get("Authorization"))
             self.send_response(status)
-            self.send_header(CLUSTER_HEADER, cluster_sign(os.environ[CLUSTER_MARK]))
+            for one in cluster_headers(os.environ[CLUSTER_MARK]).items():
+                self.send_header(*one)
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
 
