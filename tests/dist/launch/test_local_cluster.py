@@ -102,6 +102,16 @@ def assert_nothing_is_left(local: Local) -> None:
     assert not local_cluster.is_known("moe-lora", str(local.state))
 
 
+def test_a_process_is_awaited_until_the_kernel_shows_its_environment(local, monkeypatch) -> None:
+    looks, processes = [{}, {}], local_cluster._Server.processes
+    monkeypatch.setattr(
+        local_cluster._Server, "processes", lambda self: looks.pop() if looks else processes(self)
+    )
+    assert local.up().exit_code == 0
+    assert not looks
+    assert local.run("down").exit_code == 0
+
+
 def test_a_cluster_starts_scales_and_ends(local: Local) -> None:
     done = local.up(scaling={"max_instances": 4})
     assert done.exit_code == 0, done.output
