@@ -50,10 +50,11 @@ test: venv
 	    for part in clusters servers models; do echo "$$part:"; cat $(TEST_LOG).$$part; done; \
 	    [ $$failed = 0 ] && echo "$$(( ($$(date +%s) - start + 59) / 60 )) minutes" > $(TEST_TIME)
 
-# Further cells of grids, and what takes minutes: not in `make test`.  With Ray, 70 MB are downloaded.
+# Further cells of grids, what takes minutes, and more examples of properties: not in `make test`.  With Ray,
+# 70 MB are downloaded.
 test-slow: venv
 	$(BIN)/pip $(INSTALL) "ray>=2.52"
-	$(BIN)/python -m pytest -m "slow and not gpu" --timeout=1800 --hypothesis-profile=default
+	$(BIN)/python -m pytest -m "(slow or hypothesis) and not gpu" --timeout=1800 --hypothesis-profile=default
 
 lint: venv results-check
 	$(BIN)/ruff format --check .

@@ -393,7 +393,11 @@ class _Loader(yaml.SafeLoader):
 
 def yaml_value(text: str) -> Any:
     """The text's value.  Raises yaml.YAMLError, also for a repeated name."""
-    return yaml.load(text, _Loader)
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def cluster_of(content: Any, folder: Path, *, scales: bool = False) -> ClusterConfig:

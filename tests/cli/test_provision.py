@@ -154,8 +154,8 @@ def test_prefixes_are_by_adapter_only_where_the_plan_is_for_the_traces(tmp_path:
 @pytest.mark.parametrize(
     ("popularity", "same_as"),
     [
-        pytest.param("zipf:0.7", lambda names: zipf(names, 0.7), marks=pytest.mark.slow),
-        pytest.param("long-tail", long_tail, marks=pytest.mark.slow),
+        ("zipf:0.7", lambda names: zipf(names, 0.7)),
+        ("long-tail", long_tail),
         ("loraserve:production", production_ranks),
         ("loraserve:shifting", lambda names: shifting_ranks(names).at(0.5)),
     ],

@@ -28,31 +28,36 @@ from .live_server import Served, ServerThread, Switch
 from .scripted_engine import EOS, ScriptedEngine
 
 
+def _codes(call: Any) -> tuple[Any, ...]:
+    """Code of a function and of each function that it wraps; else the object itself."""
+    function = getattr(call, "__func__", call)
+    wrapped = getattr(function, "__wrapped__", None)
+    return getattr(function, "__code__", call), *(() if wrapped is None else _codes(wrapped))
+
+
 class _SameCode:
     """Stands in for the identity of a function in FastAPI's caches: functions of one code are of one kind."""
 
     def __init__(self, call: Any) -> None:
         self.call = call
-        function = getattr(call, "__func__", call)
-        wrapped = getattr(function, "__wrapped__", None)
-        self._code = getattr(function, "__code__", call), getattr(wrapped, "__code__", wrapped)
+        self._codes = _codes(call)
 
     def __hash__(self) -> int:
-        return hash(self._code)
+        return hash(self._codes)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _SameCode) and self._code == other._code
+        return isinstance(other, _SameCode) and self._codes == other._codes
 
 
 @pytest.fixture(scope="session", autouse=True)
 def endpoints_read_once() -> Iterator[None]:
     """FastAPI reads the signatures of 101 endpoints for each app: a half of its 45 ms of CPU time."""
-    read, found = fastapi.routing.get_dependant, dict[Any, Any]()
+    read, found = getattr(fastapi.routing, "get_dependant", None), dict[Any, Any]()
 
     def once(*, path: str, call: Any, **options: Any) -> Any:
         function = getattr(call, "__func__", call)
         defaults = function.__defaults__, *(function.__kwdefaults__ or {}).items()
-        about = function.__code__, *defaults, *function.__annotations__.items()
+        about = *_codes(call), *defaults, *function.__annotations__.items()
         key = path, *about, *options.items()
         if key not in found:
             found[key] = read(path=path, call=call, **options)
@@ -61,8 +66,8 @@ def endpoints_read_once() -> Iterator[None]:
         return own
 
     with (
-        mock.patch.object(fastapi.routing, "get_dependant", once),
-        mock.patch.object(models, "_CallIdentity", _SameCode),
+        mock.patch.object(fastapi.routing, "get_dependant", once, create=True),
+        mock.patch.object(models, "_CallIdentity", _SameCode, create=True),
     ):
         yield
 

@@ -242,12 +242,10 @@ def test_unknown_names_cost_few_steps_each():
     assert num_lines < 50 * len(names) * len(own)
 
 
-def test_a_misspelled_field_of_a_load_is_refused(unchanged):
-    answer = unchanged.post(
-        "/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "x", "load_in_place": True}
-    )
+def test_a_misspelled_field_of_a_load_is_refused(server):
+    answer = server.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "x", "load_in_place": True})
     assert "did you mean load_inplace" in error_of(answer)["message"]
-    answer = unchanged.post("/v1/unload_lora_adapter", {"lora_name": "shout", "note": 1})
+    answer = server.post("/v1/unload_lora_adapter", {"lora_name": "shout", "note": 1})
     assert (answer.status_code, answer.headers[HEADER]) == (200, "note")
 
 

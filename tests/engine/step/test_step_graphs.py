@@ -26,25 +26,23 @@ from tests.stand_in_device import DeviceTensor, launches, stand_in_device
 pytestmark = pytest.mark.skipif(not interpreted(), reason="in a process of its own, with TRITON_INTERPRET=1")
 PROMPTS = [(0, [3]), (-1, [11]), (-1, [13]), (1, [5])]
 """Adapters of rank 4 and of rank 9."""
-TURNS = (slice(0, 3), slice(0, 2), slice(0, 4), slice(1, 3))
-"""Whose turn it is."""
 WITH_PROMPTS = [(0, [3, 5, 7]), (-1, [11]), (-1, [13, 2]), (1, [5, 4])]
 TURNS_WITH_PROMPTS = (slice(0, 1), slice(1, 3), slice(0, 4), slice(1, 2))
+"""Whose turn it is."""
 CHANGES = {"llama": {"num_hidden_layers": 1}, "gpt_oss": {}}
 """GPT-OSS has a layer of each kind of attention."""
 
 
 @pytest.fixture(scope="module", params=["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def served(request, tmp_path_factory):
-    """A harness, and the logits of its steps by the CPU library, from before its weights move."""
+    """A harness, and its logits of `WITH_PROMPTS` by the CPU library, from before its weights move."""
     folder = tmp_path_factory.mktemp(request.param)
     base = make_checkpoint(request.param, folder / "base", seed=0, **CHANGES[request.param])
     adapters = [
         make_adapter(request.param, base, folder / str(r), r, ALL_TARGETS, seed=r, scale=0.5) for r in (4, 9)
     ]
     harness = Harness(base, adapters, max_sequences=48)
-    steps = {"tokens": (PROMPTS, TURNS), "prompts": (WITH_PROMPTS, TURNS_WITH_PROMPTS)}
-    return harness, {name: on_host(harness, *given) for name, given in steps.items()}
+    return harness, on_host(harness, WITH_PROMPTS, TURNS_WITH_PROMPTS)
 
 
 @pytest.fixture
@@ -62,41 +60,45 @@ def on_host(harness, prompts, turns):
     return found
 
 
-def assert_near(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.slow
-def test_replayed_steps_are_those_launched_one_by_one(served, monkeypatch):
-    harness, expected = served
+def test_replayed_steps_are_those_launched_one_by_one(harness, monkeypatch):
     monkeypatch.setattr(step_graphs, "RANK_STEP", 8)
     monkeypatch.setattr(step_graphs, "FIRST_CONTEXT", 2)
     monkeypatch.setattr(step_graphs, "CONTEXT_FACTOR", MAX_TOKENS // 2)
-    num_graphs = (1, 1, 2, 3)
-    """For up to two tokens, for more and rank 9, for the base."""
+    steps = [(slice(0, 3), 1), (slice(0, 2), 1), (slice(0, 4), 2), (slice(1, 3), 3)]
+    """Whose turn it is, and how many graphs there were: for up to two tokens, for more and rank 9, for the
+    base."""
     with stand_in_device():
+        plain = OnDevice(harness, PROMPTS)
         launched, replayed = (OnDevice(harness, PROMPTS, rows=(4,), max_tokens=MAX_TOKENS) for _ in range(2))
-        for turn, num_captured, logits in zip(TURNS, num_graphs, expected["tokens"], strict=True):
+        for turn, num_captured in steps:
             launched.graphs._graphs.clear()
             found = replayed.step(turn, drawn=num_captured > 1)
             assert replayed.graphs.num_captured == num_captured
             assert torch.equal(found, launched.step(turn))
-            assert_near(found, logits)
-    assert replayed.graphs.num_replayed == len(TURNS)
+            # Logits of fewer rows are another product of the host's BLAS.
+            torch.testing.assert_close(found, plain.step(turn), rtol=1e-5, atol=1e-5)
+    assert replayed.graphs.num_replayed == len(steps)
 
 
 def test_steps_with_prompts_are_replayed(served, monkeypatch):
-    """A prompt; prompts of the base; tokens of three sequences beside a prompt; tokens alone."""
+    """A prompt; prompts of the base; tokens of three sequences beside a prompt; tokens alone.
+
+    The first is near the step without graphs, all are near those of the CPU library, whose sums differ.
+    """
     harness, expected = served
     monkeypatch.setattr(step_graphs, "RANK_STEP", 16)
     buckets = {"rows": (), "prompt_rows": (4, 8), "max_sequences": 4, "max_tokens": MAX_TOKENS}
     with stand_in_device():
         launched, replayed = (OnDevice(harness, WITH_PROMPTS, **buckets) for _ in range(2))
-        for turn, logits in zip(TURNS_WITH_PROMPTS, expected["prompts"], strict=True):
+        plain = OnDevice(harness, WITH_PROMPTS).step(TURNS_WITH_PROMPTS[0])
+        for turn, logits in zip(TURNS_WITH_PROMPTS, expected, strict=True):
             launched.graphs._graphs.clear()
             found = replayed.step(turn)
             assert torch.equal(found, launched.step(turn))
-            assert_near(found, logits)
+            if turn == TURNS_WITH_PROMPTS[0]:
+                torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(found, logits, rtol=1e-3, atol=1e-4)
     assert replayed.graphs.num_replayed == replayed.graphs.num_captured == 3
 
 
