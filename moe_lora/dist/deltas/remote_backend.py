@@ -160,7 +160,7 @@ class RemoteBackend(DividedBackend):
         self._host = HostDeltas(shape, store, layout.shard)
 
     def follow(self, other: RemoteBackend) -> None:
-        """Send later rows where `other` sends; between steps."""
+        """Send later rows to the server of `other`; between steps."""
         self._division, self._links = other._division, other._links
 
     def abandon_step(self) -> None:

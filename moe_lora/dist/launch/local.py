@@ -75,7 +75,7 @@ async def local_instances(
 ) -> AsyncIterator[ControlledFleet]:
     """This host's engine processes, restarted on failure and ended with the context.
 
-    passes_on: gets these processes' listener.  server: the LoRA Server, whose layout may change.  Raises the
+    passes_on: gets these processes' listener.  server: the LoRA Server, for changes of its layout.  Raises the
     error of a failed start.
     """
     given, cluster = cluster, _with_shares(cluster)

@@ -198,7 +198,7 @@ class Peer:
             call.fail(message.error)
         elif not call.waiter.done():
             assert self.protocol.asks is not None
-            # A call whose answer can't be read stays open: the connection's end fails the call.
+            # A call with an unreadable answer stays open: the connection's end fails the call.
             call.waiter.set_result(self.protocol.asks.results[call.method](message.value))
         del self._calls[message.number]
         call.over.set()

@@ -288,7 +288,7 @@ class Outputs(Message, frozen=True):
 
 
 class Rejected(Message, frozen=True):
-    """A request that could not be queued, or whose output can't be sent."""
+    """A request without room in the queue, or with outputs above a frame's limit."""
 
     request_id: str
     error: Exception

@@ -79,7 +79,7 @@ class Merging:
         self._promised: set[tuple[str, ...]] = set()
         """Target modules of adapters, with host memory for their original weights."""
         self._look_again_s: dict[tuple[str, ...], float] = {}
-        """By target modules that can't be merged."""
+        """By unmerged target modules."""
         self._is_off = False
         """The policy failed."""
         self._refused: set[Uid] = set()

@@ -70,7 +70,7 @@ class Leader:
         return epoch
 
     def release(self) -> None:
-        """Free the lease, also of a campaign that was given up.  Idempotent."""
+        """Free the lease, also of an ended campaign.  Idempotent."""
         if self._over.is_set() or not self._may_hold:
             return
         self._over.set()
