@@ -187,6 +187,7 @@ ADMINS = [
     ("GET", "/v1/provision"),
     ("GET", "/v1/lora_server"),
     ("POST", "/v1/lora_server/capacity"),
+    ("POST", "/v1/lora_server/layout?layout=EP4-PP1"),
     ("POST", "/v1/lora_server/restart"),
     ("POST", "/load_lora_adapter"),
     ("POST", "/unload_lora_adapter"),

@@ -26,7 +26,7 @@ from tests.patience import PATIENCE_S
 from tests.virtual_clock import VirtualClock
 
 from .conftest import app_of, as_served
-from .live_server import Served
+from .live_server import Served, wait_until
 from .scripted_engine import TIMING, adapter_info
 from .test_metrics import samples, value
 
@@ -362,9 +362,12 @@ def test_a_layout_is_changed_by_the_keeper_alone(watched, controller, paper, mon
     following, asked = PaperServer(), []
     following.current = replace(STATE, ranks=(1, 1, 1, 0), unlinked=(0,) * 4)
     following.next = replace(STATE, ranks=(1,) * 4, unlinked=(0,) * 4)
+    resizes = []
 
     async def relayout(*words):
         asked.append(words)
+        resizes.append(asyncio.create_task(controller.resize(5)))
+        await asyncio.sleep(0)
         return "/there"
 
     monkeypatch.setattr(capacity_controller, "LoraServerAdmin", lambda address, keys: following)
@@ -372,6 +375,14 @@ def test_a_layout_is_changed_by_the_keeper_alone(watched, controller, paper, mon
     found = watched.post("/v1/lora_server/layout?layout=EP4-PP1&limit_s=90", {})
     assert (found.status_code, found.json()["ranks"]) == (200, [1] * 4)
     assert asked == [("EP4-PP1", STATE.capacity, 90.0)]
+    wait_until(lambda: resizes[0].done(), "the resize is over")
+    assert (paper.current.capacity, following.current.capacity) == (STATE.capacity, 5)
+    following.current = replace(following.current, num_instances=0)
+    paper.current = replace(STATE, num_instances=2)
+    controller._server = paper
+    lacking = watched.post("/v1/lora_server/layout?layout=EP4-PP1&limit_s=0.1", {})
+    assert lacking.status_code == 503
+    assert "the LoRA Server is EP4-PP1, but after" in lacking.json()["error"]["message"]
 
 
 def test_no_rank_is_ended_while_another_is_away(controller, paper, monkeypatch):

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -151,9 +151,9 @@ class HostRoles:
         await asyncio.gather(*self._ready.values())
 
     @property
-    def running(self) -> Collection[str]:
-        """Names of the roles with a process."""
-        return self._running
+    def running(self) -> Mapping[str, int]:
+        """Processes by role."""
+        return {name: child.pid for name, (_, child) in self._running.items()}
 
     def kill(self, name: str) -> None:
         """Kill a stuck process, for a restart."""

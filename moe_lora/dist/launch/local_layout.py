@@ -2,8 +2,8 @@
 """Another layout for the LoRA Server of a serving host.
 
 Ranks of the next layout start beside the former ones and read the same store: a register sends no bytes.
-Once they are ready, the instances' file names them, instances move one after the other, and the former ranks
-end.  Meanwhile the host holds both arenas.
+Once they are ready, the instances' file names them, instances move, and the former ranks end.  Meanwhile the
+host holds both arenas.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import os
 from contextlib import ExitStack
 from dataclasses import replace
 
-from anyio import fail_after, move_on_after
+from anyio import CancelScope, current_time, fail_after, move_on_after
 
 from moe_lora.config import LoraServerConfig
 from moe_lora.config.cluster import ClusterConfig, read_cluster
 from moe_lora.config.devices import LORA_SERVER, Devices
-from moe_lora.core.errors import ConfigError, LoraServerError, MoeLoraError
+from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
 from moe_lora.core.partition import Layout, Partition
 from moe_lora.dist.cluster.controller.cluster_controller import ControlledFleet
 from moe_lora.families import shape_of
@@ -41,37 +41,55 @@ class LayoutChange:
     def __init__(self, own: OwnServer, file: int, instances: HostRoles, controlled: ControlledFleet) -> None:
         self._own, self._file = own, file
         self._instances, self._registry = instances, controlled.instance_registry
+        self._refusal: CapacityError | None = None
 
     async def to(self, text: str, capacity: int, limit_s: float) -> str:
         """Have this layout; returns the server's address.
 
         Raises ConfigError for an impossible layout, LoraServerError after limit_s, or the error of a failed
-        start; then all is as before.
+        start or move; then all is as before.
         """
         former = self._own.now
         assert former is not None
-        cluster = self._following(former.cluster, text, capacity)
+        cluster = self._following(former, text, capacity)
         server = _server_of(cluster)
         if server.layout == _server_of(former.cluster).layout:
             return _server_of(former.cluster).address
-        now_s = asyncio.get_running_loop().time
-        began_s = now_s()
+        began_s = current_time()
         following = await self._started(cluster, limit_s)
+        before = self._write(cluster)
+        moving = dict(self._instances.running)  # later processes read the file
+        logger.info("ranks of %s are ready after %.1f s", server.layout, current_time() - began_s)
+        with CancelScope(deadline=began_s + limit_s):
+            await asyncio.gather(*(self._move(name, moving, server) for name in tuple(moving)))
+        if (left := self._left(moving)) and all(one.name in left for one in self._registry.live):
+            self._write(before)
+            for name in self._instances.running.keys() - left:
+                self._instances.kill(name)  # its file named ranks that end
+            await self._end(following)
+            raise self._refusal or LoraServerError(
+                f"no instance moved to {server.layout} within limit_s={limit_s:g}, and the former layout "
+                "stays; the log says why"
+            )
         self._own.now = following
-        ready_s = now_s() - began_s
-        logger.info("ranks of %s are ready after %.1f s, and instances move", server.layout, ready_s)
-        await self._move(server, limit_s)
-        moved_s = now_s() - began_s
+        for name in left:
+            await self._start_again(name, limit_s)
+        logger.info("the LoRA Server is %s after %.1f s", server.layout, current_time() - began_s)
         await self._end(former)
-        logger.info("the LoRA Server is %s; instances moved after %.1f s", server.layout, moved_s)
         return server.address
 
-    def _following(self, now: ClusterConfig, text: str, capacity: int) -> ClusterConfig:
+    def _following(self, former: Generation, text: str, capacity: int) -> ClusterConfig:
+        now = replace(former.cluster, front_end=_read(former.roles[0].fds[0]).front_end)
         given, engine = _server_of(now), now.engine
         if given.device_puts != "none":
             raise ConfigError(
                 "lora_server.device_puts joins devices that start together, so the layout is fixed; start "
                 "again with the other lora_server.layout, or leave device_puts out"
+            )
+        if engine.num_ranks > 1:
+            raise ConfigError(
+                f"the layout is fixed beside instances of {engine.num_ranks} ranks (expert_parallel, "
+                f"tensor_parallel); start again with lora_server.layout={text}"
             )
         layout = Layout.parse(text)
         Partition(shape_of(engine.hf_config()), layout, engine.expert_parallel, sites=given.sites)
@@ -81,7 +99,7 @@ class LayoutChange:
         return placed(replace(now, lora_server=server, devices=devices))
 
     async def _started(self, cluster: ClusterConfig, limit_s: float) -> Generation:
-        """Ranks of the cluster, ready and named in the instances' file."""
+        """Ranks of the cluster, ready."""
         own, files = self._own, ExitStack()
         file = files.enter_context(cluster_file(replace(cluster, scaling=None)))
         server = _server_of(cluster)
@@ -92,8 +110,6 @@ class LayoutChange:
             with fail_after(limit_s):
                 await asyncio.gather(*(own.ranks.add(role) for role in ranks))
             files.enter_context(passed_on(own.passes_on, file, own.ranks))
-            engines = read_cluster(f"/dev/fd/{self._file}")
-            write_cluster(self._file, replace(engines, lora_server=server, devices=cluster.devices))
         except BaseException as error:
             await self._end(generation)
             if isinstance(error, TimeoutError):
@@ -108,27 +124,44 @@ class LayoutChange:
         await asyncio.gather(*(self._own.ranks.remove(role.name) for role in generation.roles))
         generation.files.close()
 
-    async def _move(self, server: LoraServerConfig, limit_s: float) -> None:
-        """Move each process of an instance; one that can't within limit_s starts again, by the new file."""
-        moved: dict[str, str | None] = {}
-        with move_on_after(limit_s):
-            while names := self._left(moved):
-                for one in [one for one in self._registry.live if one.name in names]:
-                    incarnation = one.incarnation
-                    try:
-                        await one.client.call("join_lora_server", server.address, server.layout)
-                        moved[one.name] = incarnation
-                    except MoeLoraError as error:
-                        logger.warning("%s does not move to %s yet: %s", one.name, server.layout, error)
-                await asyncio.sleep(_LOOK_S)
-        for name in self._left(moved):
-            logger.error("%s is not at the LoRA Server of %s, and is started again", name, server.layout)
-            self._instances.kill(name)
+    def _write(self, cluster: ClusterConfig) -> ClusterConfig:
+        """Name the cluster's server in the instances' file; returns the former content."""
+        before = _read(self._file)
+        write_cluster(self._file, replace(before, lora_server=cluster.lora_server, devices=cluster.devices))
+        return before
 
-    def _left(self, moved: dict[str, str | None]) -> list[str]:
-        """Instances with a process that may know the former server only."""
-        at = {one.name for one in self._registry.live if moved.get(one.name, "") == one.incarnation}
-        return sorted(set(self._instances.running) - at)
+    async def _move(self, name: str, moving: dict[str, int], server: LoraServerConfig) -> None:
+        """Move an instance, and take its process out of `moving`; returns at a refusal, or its end."""
+        while name in self._left(moving):
+            for one in [one for one in self._registry.live if one.name == name]:
+                try:
+                    await one.client.call("join_lora_server", server.address, server.layout)
+                    del moving[name]
+                except Exception as error:
+                    logger.warning("%s does not move to %s: %s", name, server.layout, error)
+                    if isinstance(error, CapacityError):
+                        self._refusal = error
+                        return
+            await asyncio.sleep(_LOOK_S)
+
+    def _left(self, moving: dict[str, int]) -> list[str]:
+        """Instances whose process knows the former server only."""
+        return [name for name, process in moving.items() if self._instances.running.get(name) == process]
+
+    async def _start_again(self, name: str, limit_s: float) -> None:
+        """By the new file; returns once the instance serves, or after limit_s."""
+        logger.error("%s did not move to the next LoRA Server, and is started again", name)
+        former = self._instances.running.get(name)
+        self._instances.kill(name)
+        with move_on_after(limit_s):
+            while self._instances.running.get(name) in (None, former) or all(
+                one.name != name for one in self._registry.live
+            ):
+                await asyncio.sleep(_LOOK_S)
+
+
+def _read(file: int) -> ClusterConfig:
+    return read_cluster(f"/dev/fd/{file}")
 
 
 def _server_of(cluster: ClusterConfig) -> LoraServerConfig:

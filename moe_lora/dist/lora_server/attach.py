@@ -8,7 +8,7 @@ import itertools
 import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -71,8 +71,10 @@ class LeaseClient:
         self._join_leader = join_leader
         self._store = store
         self._on_change = on_change
-        self._on_failure = on_failure
+        self.on_failure = on_failure
         self._registered: set[str] = set() if former is None else former._registered.copy()
+        self._unknown = self._registered.copy()
+        """Not yet registered after a move."""
         self._rejected: dict[str, Exception] = {}
         # Acquire number and askers, in order of calls.  Of the engine's thread.
         self._wanted: dict[str, tuple[int, tuple[Asker, ...]]] = (
@@ -122,15 +124,27 @@ class LeaseClient:
 
     @property
     def settled(self) -> bool:
-        """True if no lease is waited for."""
-        known = self._rejected
-        return not self.connected or all(self.lease(one) or one in known for one in self._wanted.copy())
+        """True if no answer and no lease is waited for."""
+        if not self.connected or self._unknown:
+            return not self.connected
+        return all(self.lease(one) or one in self._rejected for one in self._wanted.copy())
+
+    def check(self, former: LeaseClient) -> None:
+        """Raise LoraServerError without a leader, CapacityError for an adapter refused here alone."""
+        if not self.connected:
+            raise LoraServerError("the next LoRA Server is away")
+        for adapter_id, error in self._rejected.copy().items():
+            if _is_final(error) and adapter_id not in former._rejected:
+                raise CapacityError(f"the next LoRA Server refuses adapter {adapter_id}: {error}") from error
 
     def succeed(self, former: LeaseClient) -> None:
-        """Take over what `former` needs now."""
+        """Take over what `former` needs now; an adapter that is refused is computed by the instance."""
         for adapter_id in former._registered - self._registered:
-            with suppress(CapacityError):
+            try:
                 self.register(adapter_id)
+            except CapacityError as error:
+                self._registered.add(adapter_id)
+                self._rejected[adapter_id] = error
         for adapter_id in self._registered - former._registered:
             self.unregister(adapter_id)
         for adapter_id, (_, askers) in former._wanted.items():
@@ -198,8 +212,7 @@ class LeaseClient:
                 if adapter_id in self._registered:
                     await self._make_known(peer, adapter_id)
             error = self._rejected.get(adapter_id)
-            is_final = isinstance(error, CapacityError | ConfigError) and not isinstance(error, StorageError)
-            if error is None or is_final:
+            if error is None or _is_final(error):
                 return
             await asyncio.sleep(pause_s)
             pause_s = min(LONGEST_RETRY_S, 2 * pause_s)
@@ -214,16 +227,19 @@ class LeaseClient:
             return
         except Exception as error:
             self._rejected[adapter_id] = error
+            self._unknown.discard(adapter_id)
             logger.warning("the LoRA Server does not take adapter %s: %s", adapter_id, error)
             self._on_change()
             return
         self._rejected.pop(adapter_id, None)
+        self._unknown.discard(adapter_id)
         wanted = self._wanted.get(adapter_id)
         if wanted is not None and self.lease(adapter_id) is None:
             self._acquire(adapter_id, *wanted)  # earlier acquires were refused
 
     def _unregister(self, adapter_id: str) -> None:
         self._registered.discard(adapter_id)
+        self._unknown.discard(adapter_id)
         self._rejected.pop(adapter_id, None)
         self._granted.pop(adapter_id, None)
         self._tell("unregister", adapter_id)
@@ -257,7 +273,7 @@ class LeaseClient:
         self._rejected[adapter_id] = error
         self._granted.pop(adapter_id, None)
         try:
-            self._on_failure(adapter_id, error)
+            self.on_failure(adapter_id, error)
         except Exception:
             logger.exception("the failure of adapter %s can't be reported", adapter_id)
         self._on_change()
@@ -268,6 +284,10 @@ class LeaseClient:
         answer = peer.call("give", adapter_id, num_blocks(self._store, adapter_id))
         send_blocks(peer, self._store, adapter_id)
         return answer
+
+
+def _is_final(error: Exception) -> bool:
+    return isinstance(error, CapacityError | ConfigError) and not isinstance(error, StorageError)
 
 
 CONNECT_TIMEOUT_S = 120.0

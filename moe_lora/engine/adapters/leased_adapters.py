@@ -8,14 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.config import LoraServerConfig
 from moe_lora.core.errors import AdapterError, CapacityError
-from moe_lora.engine.ranks.followers import MemoryOrder
 
 from .adapter_store import AdapterStore, AdapterVersion
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GRANTS_S = 10.0
-"""Most time before the move for leases; then rows without one are computed here."""
+"""Most time before the move for registers and leases; then rows without one are computed here."""
 _LOOK_S = 0.005
 
 
@@ -157,30 +157,35 @@ class LeasedAdapters(AdapterStore):
 
     def leases_at(self, server: LoraServerClient) -> LeaseClient:
         """Leases of another server for all that is needed here; beside steps."""
-        return server.leases(self._take, self._fail, self._leases)
+        server.store = self._server.store  # maps the adapters
+        self._failed_there: dict[str, Exception] = {}
+        return server.leases(self._take, self._failed_there.__setitem__, self._leases)
 
     def lease_from(self, server: LoraServerClient, leases: LeaseClient) -> LeaseClient:
         """Use the `leases_at` a server from now on, between steps; returns the former ones."""
         leases.succeed(self._leases)
         with self._lock:
             former, self._leases, self._server = self._leases, leases, server
+        leases.on_failure = self._fail
+        for content_hash, error in self._failed_there.copy().items():
+            self._fail(content_hash, error)
         self._take()
         return former
 
     def move(
         self, core: EngineCore, files: Executor, address: str, layout: str
     ) -> Generator[Future[Any], Any, None]:
-        """Reach another server, wait for leases there, then move all ranks; requests go on meanwhile."""
+        """Reach another server, wait for leases there, then move; requests go on meanwhile.
+
+        For an instance of one rank.  Raises LoraServerError or CapacityError; then nothing has changed.
+        """
         rank = core.rank
         assert rank.config.lora_server is not None
         server = replace(rank.config.lora_server, address=address, layout=layout)
-        reached: tuple[LoraServerClient, LeaseClient] | None = None
-        if not _is_at(rank, server):
+        if rank.config.lora_server.address != address:
             reached = (yield files.submit(_reached, rank, self, server)).result()
-        with core.transfers.followers.answering(ServerOrder((), server)):
-            if reached is not None:
-                leases = self.lease_from(*reached)
-                files.submit(_left, rank.move_to(server, reached[0]), leases)
+            leases = self.lease_from(*reached)
+            files.submit(_left, rank.move_to(server, reached[0]), leases)
 
     def close(self) -> None:
         super().close()
@@ -204,37 +209,20 @@ class LeasedAdapters(AdapterStore):
             self.on_change()
 
 
-@dataclass(frozen=True)
-class ServerOrder(MemoryOrder):
-    """Move a rank to this server, unless it is there."""
-
-    server: LoraServerConfig
-
-    def carry_out(self, rank: Rank) -> None:
-        if not _is_at(rank, self.server):
-            reached = rank.reach(self.server)
-            assert reached is not None
-            rank.move_to(self.server, reached).close()
-
-
-def _is_at(rank: Rank, server: LoraServerConfig) -> bool:
-    assert rank.config.lora_server is not None
-    return rank.config.lora_server.address == server.address
-
-
 def _reached(
     rank: Rank, leased: LeasedAdapters, server: LoraServerConfig
 ) -> tuple[LoraServerClient, LeaseClient]:
     client = rank.reach(server)
     assert client is not None
-    try:
+    with ExitStack() as undo:
+        undo.callback(client.close)
         leases = leased.leases_at(client)
-    except BaseException:
-        client.close()
-        raise
-    end_s = time.monotonic() + GRANTS_S
-    while not leases.settled and time.monotonic() < end_s:
-        time.sleep(_LOOK_S)
+        undo.callback(leases.stop)
+        end_s = time.monotonic() + GRANTS_S
+        while not leases.settled and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
+        leases.check(leased._leases)
+        undo.pop_all()
     return client, leases
 
 

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import pytest
 from anyio import CancelScope
 
-from moe_lora.config import EngineConfig, LoraServerConfig
+from moe_lora.config import EngineConfig, FrontEndConfig, LoraServerConfig
 from moe_lora.config.cluster import ClusterConfig, read_cluster
 from moe_lora.config.devices import LORA_SERVER
 from moe_lora.config.optional_parts import ScalingConfig
-from moe_lora.core.errors import ConfigError, EngineDeadError, LoraServerError
+from moe_lora.core.errors import CapacityError, ConfigError, EngineDeadError, LoraServerError, MoeLoraError
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.launch import cluster_file as host_settings
 from moe_lora.dist.launch import local_layout
-from moe_lora.dist.launch.cluster_file import cluster_file
+from moe_lora.dist.launch.cluster_file import cluster_file, write_cluster
 from moe_lora.dist.launch.host_roles import Role, server_roles
 from moe_lora.dist.launch.local import Generation, OwnServer, local_lora_server
 from moe_lora.dist.launch.local_layout import LayoutChange
@@ -57,14 +57,26 @@ class Ranks:
         self.events.append(f"ended {name}")
 
 
+class Endless(list):
+    """Of one error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__([error])
+
+    def pop(self, index: int = -1) -> Exception:
+        return self[index]
+
+
 class Engine:
     """Of an instance.  A call may raise `errors` first."""
 
     def __init__(self, host: Host, name: str) -> None:
         self.host, self.name, self.errors = host, name, []
+        self.on_error = lambda: None
 
     async def call(self, verb: str, address: str, layout: str) -> None:
         if self.errors:
+            self.on_error()
             raise self.errors.pop()
         assert verb == "join_lora_server"
         assert self.host.file_layout == layout, "a process that starts meanwhile would read the former one"
@@ -76,10 +88,11 @@ class Host:
     """A host with two instances and a LoRA Server of EP2-PP1."""
 
     def __init__(self, stack: ExitStack, **settings) -> None:
+        num_ranks = settings.pop("expert_parallel", 1)
         server = LoraServerConfig(
             address="/f/lora-server", store_dir="/f/store", **{"layout": "EP2-PP1", **settings}
         )
-        engine = EngineConfig(model_dir=str(DEMO / "model"), num_instances=2)
+        engine = EngineConfig(model_dir=str(DEMO / "model"), num_instances=2, expert_parallel=num_ranks)
         scaling = ScalingConfig(max_instances=3)
         self.cluster = ClusterConfig(
             engine=engine, served_model_name="m", lora_server=server, scaling=scaling
@@ -91,8 +104,8 @@ class Host:
         self.ranks = self.own.ranks = Ranks([role.name for role in roles], self.events)
         self.own.now = Generation(self.cluster, roles, ExitStack())
         self.registry = InstanceRegistry(())
-        self.running = {"instance-0", "instance-1"}
-        self.engines = {name: Engine(self, name) for name in sorted(self.running)}
+        self.running = {"instance-0": 10, "instance-1": 11}
+        self.engines = {name: Engine(self, name) for name in self.running}
         for name, one in self.engines.items():
             self.enter(name, one)
         self.killed: list[str] = []
@@ -103,14 +116,13 @@ class Host:
         return read_cluster(f"/dev/fd/{self.file}").lora_server.layout
 
     def enter(self, name: str, engine: Engine) -> None:
-        entered = self.registry.enter(name, engine)
-        entered.live, entered.incarnation = True, "first"
-
-    def instance(self, name: str):
-        return next(one for one in self.registry.instances if one.name == name)
+        self.registry.enter(name, engine).live = True
 
     def kill(self, name: str) -> None:
+        """The next process serves at once."""
         self.killed.append(name)
+        self.events.append(f"killed {name}")
+        self.running[name] += 100
 
     def change(self, layout: str, limit_s: float = PATIENCE_S) -> str:
         async def run() -> str:
@@ -151,42 +163,93 @@ def test_ranks_start_beside_the_former_ones_which_end_after_the_last_instance_ha
     assert host.ranks.kept == [f"EP2-PP1 lora-server-{rank}" for rank in range(2)]
 
 
-def test_instances_that_start_or_end_meanwhile_are_moved_too(stack):
+def test_processes_from_before_the_file_are_moved_and_later_ones_are_there(stack):
     """A start may have read the former file; a call to a dead process fails."""
     host = Host(stack)
-    host.running.add("instance-2")
+    host.running["instance-2"] = 12
 
     def on_move(name: str) -> None:
-        if host.events.count("moved instance-1") == 1 and "instance-2" not in host.engines:
-            host.instance("instance-0").incarnation = "second"
-            host.engines["instance-2"] = Engine(host, "instance-2")
-            host.engines["instance-2"].errors = [EngineDeadError("gone"), LoraServerError("away")]
-            host.enter("instance-2", host.engines["instance-2"])
+        if name == "instance-1":
+            host.running["instance-3"] = 13
+            engine = host.engines["instance-2"] = Engine(host, "instance-2")
+            engine.errors = [EngineDeadError("gone"), LoraServerError("away"), OSError("no memory")]
+            host.enter("instance-2", engine)
 
     host.on_move = on_move
+    host.engines["instance-0"].errors = [EngineDeadError("gone")] * 3
+    host.engines["instance-0"].on_error = lambda: host.running.update({"instance-0": 20})
     host.change("EP4-PP1")
     moves = [one for one in host.events if one.startswith("moved")]
-    assert sorted(moves) == ["moved instance-0"] * 2 + ["moved instance-1", "moved instance-2"]
+    assert moves == ["moved instance-1", "moved instance-2"]
     assert not host.killed
 
 
-def test_an_instance_that_can_not_move_starts_again(stack, monkeypatch):
-    host, limits = Host(stack), []
+@pytest.fixture
+def limits(monkeypatch) -> list[CancelScope]:
+    """Of the moves; a test cancels them."""
+    found: list[CancelScope] = []
 
-    def limit(limit_s: float) -> CancelScope:
-        limits.append(CancelScope())
-        return limits[0]
+    def limit(deadline: float) -> CancelScope:
+        found.append(CancelScope())
+        return found[-1]
 
-    def fails(*args: str) -> None:
-        if "moved instance-0" in host.events:
+    monkeypatch.setattr(local_layout, "CancelScope", limit)
+    return found
+
+
+def test_instances_that_can_not_move_start_again_in_turn_and_then_the_former_ranks_end(
+    stack, monkeypatch, limits
+):
+    """One that hangs stops no other's move."""
+    host = Host(stack)
+    for name in ("instance-2", "instance-3"):
+        host.running[name] = 12
+        host.engines[name] = Engine(host, name)
+        host.enter(name, host.engines[name])
+
+    async def hangs(*args: str) -> None:
+        await asyncio.Event().wait()
+
+    def fails() -> None:
+        if "moved instance-3" in host.events:
             limits[0].cancel()
-        raise LoraServerError("away")
 
-    monkeypatch.setattr(local_layout, "move_on_after", limit)
-    monkeypatch.setattr(host.engines["instance-1"], "call", fails)
+    monkeypatch.setattr(host.engines["instance-0"], "call", hangs)
+    host.engines["instance-2"].errors = Endless(RuntimeError("no memory"))
+    host.engines["instance-2"].on_error = fails
     host.change("EP4-PP1")
-    assert host.killed == ["instance-1"]
+    assert host.events == [
+        "moved instance-1",
+        "moved instance-3",
+        "killed instance-0",
+        "killed instance-2",
+        "ended lora-server-0",
+        "ended lora-server-1",
+    ]
     assert len(host.ranks.kept) == 4
+
+
+@pytest.mark.parametrize("error", [LoraServerError("away"), OSError("no memory"), CapacityError("too large")])
+def test_if_no_instance_moves_the_next_ranks_end_and_all_is_as_before(stack, error, limits):
+    """A process that started by the next file starts again by the former one."""
+    host = Host(stack)
+
+    def fails() -> None:
+        host.running.setdefault("instance-2", 12)
+        if not isinstance(error, CapacityError):
+            limits[0].cancel()
+
+    for engine in host.engines.values():
+        engine.errors, engine.on_error = Endless(error), fails
+    refused = isinstance(error, CapacityError)
+    with pytest.raises(MoeLoraError, match="too large" if refused else "no instance moved to EP4-PP1"):
+        host.change("EP4-PP1")
+    host.check_unchanged()
+    assert host.killed == ["instance-2"]
+    del host.running["instance-2"]
+    for engine in host.engines.values():
+        engine.errors = []
+    host.change("EP4-PP1")
 
 
 @pytest.mark.parametrize(
@@ -196,6 +259,7 @@ def test_an_instance_that_can_not_move_starts_again(stack, monkeypatch):
         ("PP99", {}, "99 stages are more than num_layers"),
         ("four", {}, "is no layout"),
         ("EP4-PP1", {"device_puts": "ibgda"}, "device_puts joins devices that start together"),
+        ("EP4-PP1", {"expert_parallel": 2}, "fixed beside instances of 2 ranks"),
     ],
 )
 def test_an_impossible_layout_changes_nothing(stack, layout, settings, why):
@@ -231,6 +295,14 @@ def test_ranks_that_do_not_start_end_and_the_former_ones_stay(stack):
     host.check_unchanged()
     host.ranks.hangs = False
     host.change("EP4-PP1")
+
+
+def test_the_next_ranks_have_the_log_level_of_the_former_ones(stack):
+    host = Host(stack)
+    write_cluster(host.file, replace(host.cluster, scaling=None, front_end=FrontEndConfig(log_level="debug")))
+    host.change("EP4-PP1")
+    [file] = {role.fds for role in host.own.now.roles}
+    assert read_cluster(f"/dev/fd/{file[0]}").front_end.log_level == "debug"
 
 
 def test_ranks_beside_scaling_instances_read_their_file(stack, monkeypatch):

@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from moe_lora.core.errors import ConfigError
+from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
 from moe_lora.core.wrong_files import read_config
+from moe_lora.dist.lora_server.control import network
+from moe_lora.dist.lora_server.leader import Leader
+from moe_lora.dist.lora_server.messages import AdapterFailed
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.verbs import EngineVerbs
 from moe_lora.families import shape_of
@@ -24,29 +29,29 @@ NUM = 60
 
 
 @contextmanager
-def servers(*layouts: str, num_ranks: int = 1, **settings) -> Iterator[list[Cluster]]:
-    """Running servers of one store, each for instances of num_ranks."""
+def servers(*layouts: str, **settings) -> Iterator[list[Cluster]]:
+    """Running servers of one store."""
     shape = shape_of(read_config(MODEL))
     first = Cluster(shape, layouts[0], **settings)
     found = [
         first,
         *(Cluster(shape, one, store_dir=first.config.store_dir, **settings) for one in layouts[1:]),
     ]
-    for one in found:
-        one.client_ranks = num_ranks
     with first, found[1]:
         yield found
 
 
 class Driven:
-    """An engine with requests under way.  outputs: by request."""
+    """An engine with requests under way.  outputs: by request.  reached: leases before the move itself."""
 
     def __init__(self, core: EngineCore) -> None:
         self.core, self.outputs = core, defaultdict(list)
+        self.finish_reasons: dict[str, str | None] = {}
 
     def step(self) -> None:
         for output in self.core.step():
             self.outputs[output.request_id] += output.token_ids
+            self.finish_reasons[output.request_id] = output.finish_reason
 
     def step_until(self, condition) -> None:
         until(lambda: self.step() or condition())
@@ -60,7 +65,9 @@ class Driven:
                 waited = next(steps)
                 while True:
                     self.step_until(waited.done)
-                    change()
+                    if waited.exception() is None:
+                        _, self.reached = waited.result()
+                        change()
                     waited = steps.send(waited)
             except StopIteration:
                 return
@@ -70,6 +77,21 @@ class Driven:
             self.step()
             time.sleep(1e-4)
         return dict(self.outputs)
+
+
+@pytest.fixture
+def refused(monkeypatch) -> set[str]:
+    """Content hashes that leaders refuse from now on."""
+    found: set[str] = set()
+    register = Leader.register
+
+    async def refusing(leader: Leader, visitor: object, adapter_id: str) -> bool:
+        if adapter_id in found:
+            raise CapacityError("too large")
+        return await register(leader, visitor, adapter_id)
+
+    monkeypatch.setattr(Leader, "register", refusing)
+    return found
 
 
 def requests():
@@ -86,15 +108,13 @@ def expected() -> dict[str, list[int]]:
     "settings",
     [
         {},
-        pytest.param({"expert_parallel": 2}, marks=pytest.mark.slow),
         pytest.param({"eager": False}, marks=pytest.mark.slow),
     ],
 )
 def test_answers_go_on_with_the_same_tokens_and_no_row_is_computed_by_the_instance(settings):
-    num_ranks = settings.get("expert_parallel", 1)
     with (
         captured_graphs(),
-        servers("EP2-PP1", "EP4-PP1", num_ranks=num_ranks) as (former, following),
+        servers("EP2-PP1", "EP4-PP1") as (former, following),
         engine(lora_server=former.config, **settings) as core,
     ):
         driven = Driven(core)
@@ -137,6 +157,100 @@ def test_adapters_that_change_meanwhile_are_those_of_the_next_server():
         found = driven.end()
         assert found["a"] == found["t"]
         assert core.stats().lora_server_fallback_rows == 0
+
+
+def test_an_adapter_that_the_next_server_refuses_keeps_the_former_server(refused):
+    with (
+        servers("EP4-PP1", "EP1-PP1") as (former, following),
+        engine(lora_server=former.config) as core,
+    ):
+        refused.update(one.packed.content_hash for one in core.adapters.versions.values())
+        driven = Driven(core)
+        core.add_request(ask("a", max_tokens=NUM))
+        driven.step_until(lambda: driven.outputs["a"])
+        with pytest.raises(CapacityError, match=r"the next LoRA Server refuses adapter .*: too large"):
+            driven.move(following)
+        core.add_request(ask("b"))
+        found = driven.end()
+        assert found["b"] == found["a"][: len(found["b"])]
+        assert core.rank.config.lora_server == former.config
+        assert core.stats().lora_server_fallback_rows == 0
+
+
+def test_a_late_adapter_that_the_next_server_refuses_is_computed_by_the_instance(refused):
+    """No request waits for ever for its lease."""
+    with (
+        servers("EP1-PP1", "EP2-PP1") as (former, following),
+        engine(lora_server=former.config) as core,
+    ):
+        driven = Driven(core)
+        core.adapters.remove("second")
+
+        def change() -> None:
+            path = dict(core.rank.config.adapters)["second"]
+            packed = core.read_adapter("second", path)
+            core.add_adapter(packed, path)
+            refused.add(packed.content_hash)
+
+        driven.move(following, change)
+        core.add_request(ask("b", adapter="second"))
+        assert driven.end()["b"]
+        assert core.stats().lora_server_fallback_rows > 0
+
+
+def test_a_failure_at_the_next_server_ends_requests_after_the_move_alone():
+    with (
+        servers("EP1-PP1", "EP2-PP1") as (former, following),
+        engine(lora_server=former.config) as core,
+    ):
+        driven, before = Driven(core), []
+        core.add_request(ask("a", max_tokens=NUM))
+        driven.step_until(lambda: driven.outputs["a"])
+
+        def change() -> None:
+            [adapter] = core.adapters.leases.resident()
+            network().run(driven.reached._hear(None, AdapterFailed(adapter.packed.content_hash, "no memory")))
+            driven.step()
+            before.append((core.has_work, adapter.lease is not None, core.adapters.failures.reports.empty()))
+
+        driven.move(following, change)
+        assert before == [(True, True, True)]
+        driven.end()
+        assert driven.finish_reasons["a"] == "error"
+
+
+def test_a_lost_file_is_written_again_after_a_move():
+    with (
+        servers("EP1-PP1", "EP2-PP1") as (former, following),
+        engine(lora_server=former.config) as core,
+    ):
+        driven = Driven(core)
+        driven.move(following)
+        shutil.rmtree(following.config.store_dir)
+        for number in (1, 0):
+            following.stop(number)
+        until(lambda: not core.adapters.leases._leases.connected)
+        for number in (0, 1):
+            following.start(number)
+        until(lambda: list(Path(following.config.store_dir).glob("*.safetensors")), "a file is there")
+
+
+def test_a_server_that_ends_before_the_move_is_refused():
+    with (
+        servers("EP1-PP1", "EP2-PP1") as (former, following),
+        engine(lora_server=former.config) as core,
+    ):
+        driven = Driven(core)
+        leases = core.adapters.leases
+        other = leases.leases_at(core.rank.reach(following.config))
+        for number in (1, 0):
+            following.stop(number)
+        until(lambda: not other.connected)
+        with pytest.raises(LoraServerError, match="the next LoRA Server is away"):
+            other.check(leases._leases)
+        other.stop()
+        core.add_request(ask("a"))
+        assert driven.end()["a"]
 
 
 def test_an_engine_without_a_lora_server_refuses():

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from anyio import fail_after
+from anyio import current_time, fail_after
 
 from moe_lora.config import ProvisionConfig
 from moe_lora.config.cluster import ClusterConfig
@@ -49,7 +49,7 @@ class CapacityController:
         self._suffices = True
         self._problem = LastProblem()
         self._changing = asyncio.Lock()
-        """Held by a restart, and by a change of the layout."""
+        """Held by a restart, a resize, and a change of the layout."""
         self.relayout: Callable[[str, int, float], Awaitable[str]] | None = None
         """Starts a server of this layout, capacity and limit_s; returns the address.  None: fixed."""
 
@@ -89,7 +89,8 @@ class CapacityController:
     @verb
     async def resize(self, capacity: int) -> ServerState:
         """See `LoraServerAdmin.resize`."""
-        state = await asyncio.to_thread(self._admin.resize, capacity)
+        async with self._changing:  # a next server starts with the capacity before
+            state = await asyncio.to_thread(self._admin.resize, capacity)
         logger.info("the LoRA Server's capacity is now %d adapters", state.capacity)
         return state
 
@@ -114,8 +115,9 @@ class CapacityController:
     async def change_layout(self, layout: str, limit_s: float) -> ServerState:
         """Replace the LoRA Server by one of this layout and the same capacity; returns the state then.
 
-        Raises ConfigError for an impossible or fixed layout, and for a failed start, after which the former
-        server serves on; LoraServerError if the server, or a link of the next one, is away.
+        Raises ConfigError for an impossible or fixed layout, CapacityError for an adapter that the next
+        server refuses, the error of a failed start, LoraServerError if no instance moved; then the former
+        server serves on.  LoraServerError too if a link of the next server is missing after limit_s.
         """
         if self.relayout is None:
             raise ConfigError(
@@ -123,19 +125,31 @@ class CapacityController:
                 f"changes it while it serves; else start again with lora_server.layout={layout}"
             )
         async with self._changing:
+            end_s = current_time() + limit_s
             before = await asyncio.to_thread(self._admin.state)
             address = await self.relayout(layout, before.capacity, limit_s)
             self._server = LoraServerAdmin(address, None)
-            return await self._until_whole(limit_s, f"the LoRA Server is {layout}, but")
+            return await self._until_whole(
+                max(LOOK_S, end_s - current_time()),
+                f"the LoRA Server is {layout}, but",
+                before.num_instances,
+            )
 
     async def _until_whole(
-        self, limit_s: float, what: str = "no rank of the LoRA Server was ended:"
+        self,
+        limit_s: float,
+        what: str = "no rank of the LoRA Server was ended:",
+        num_instances: int = 0,
     ) -> ServerState:
         problem = (
             f"{what} after limit_s={limit_s:g} not all of them are there with "
             "their links to the instances (GET /v1/lora_server: ranks, unlinked); their logs say why"
         )
-        return await self._until(lambda state: state.is_whole, limit_s, problem)
+
+        def is_whole(state: ServerState) -> bool:
+            return state.is_whole and state.num_instances >= num_instances
+
+        return await self._until(is_whole, limit_s, problem)
 
     async def _until_back(self, before: ServerState, server_rank: int, limit_s: float) -> ServerState:
         problem = (
