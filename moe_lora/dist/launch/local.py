@@ -75,8 +75,8 @@ async def local_instances(
 ) -> AsyncIterator[ControlledFleet]:
     """This host's engine processes, restarted on failure and ended with the context.
 
-    passes_on: gets these processes' listener.  server: the LoRA Server, for changes of its layout.  Raises the
-    error of a failed start.
+    passes_on: gets these processes' listener.  server: the LoRA Server, for changes of its layout.  Raises
+    the error of a failed start.
     """
     given, cluster = cluster, _with_shares(cluster)
     config, num_instances = cluster.engine, given.engine.num_instances

@@ -55,7 +55,7 @@ class LeaseClient:
     """Keeps an instance's leases, by adapters' content hash.
 
     The engine's thread states needs and reads grants.  The event loop calls on_change after changes of leases
-    or leader, and on_failure with a failed adapter.  former: leases at another server, whose needs are asked
+    or leader, and on_failure with a failed adapter.  former: leases at another server, with needs to ask
     for.  Raises LoraServerError without a leader.
     """
 

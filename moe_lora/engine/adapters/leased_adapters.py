@@ -156,7 +156,7 @@ class LeasedAdapters(AdapterStore):
         }
 
     def leases_at(self, server: LoraServerClient) -> LeaseClient:
-        """Leases of another server for all that is needed here; beside steps."""
+        """Leases of another server for all needs here; beside steps."""
         server.store = self._server.store  # maps the adapters
         self._failed_there: dict[str, Exception] = {}
         return server.leases(self._take, self._failed_there.__setitem__, self._leases)
