@@ -181,10 +181,7 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
     InCi(
         device="CPU",
         feature="merged",
-        families=(
-            *("qwen3_moe", "dbrx", "ernie4_5_moe", "glm4_moe", "qwen2_moe", "afmoe", *NEWER_SHARED),
-            *(RECURRENT[1], *LATENT[:2]),
-        ),
+        families=("qwen3_moe", "dbrx", "ernie4_5_moe", "glm4_moe", "qwen2_moe", "afmoe", *NEWER_SHARED),
         test="tests/models/test_weight_merge.py::test_mixed_steps_give_the_tokens_of_peft",
     ),
     InCi(
@@ -267,7 +264,7 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
         "merged",
         "tests/models/test_weight_merge.py::test_mixed_steps_give_the_tokens_of_peft",
         *("qwen3", "granite", *SIZED),
-        families=(*FURTHER, *SIZED, *NEWER_ALONE, RECURRENT[2]),
+        families=(*FURTHER, *SIZED, *NEWER_ALONE, *RECURRENT[1:], *LATENT[:2]),
     ),
     *(
         InCi(
