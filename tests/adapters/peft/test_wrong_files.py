@@ -214,8 +214,8 @@ def test_the_top_of_a_cache_names_the_folder_to_give(good, tmp_path):
 
 
 def test_a_folder_below_whose_name_is_no_utf_8_is_named(good, tmp_path):
-    shutil.copytree(good, tmp_path / "saved" / os.fsdecode(b"caf\xe9"))
-    with pytest.raises(AdapterError, match=r"folder caf\\udce9 is no UTF-8; rename"):
+    shutil.copytree(good, tmp_path / "saved" / os.fsdecode(b"metr\xe9"))
+    with pytest.raises(AdapterError, match=r"folder metr\\udce9 is no UTF-8; rename"):
         adapter_folder(str(tmp_path / "saved"), "a")
 
 
