@@ -142,8 +142,9 @@ class _Server:
 
         Raises ConfigError.
         """
-        deadline_s = time.monotonic() + self.stop_s
+        deadline_s, told = time.monotonic() + self.stop_s, set[int]()
         while processes := self._tell():
+            told.update(processes)
             if time.monotonic() > deadline_s:
                 rest = ", ".join(
                     f"{_option(words, '--name') or _option(words, '--role') or 'process'} ({pid})"
@@ -153,6 +154,9 @@ class _Server:
                     f"{rest} did not end within {self.stop_s:g} s; call moe-lora cluster down again, or end "
                     "the processes by kill -9"
                 )
+            time.sleep(LOOK_S)
+        # A process loses its environment before its sockets.
+        while any(map(_is_ending, told)) and time.monotonic() < deadline_s:
             time.sleep(LOOK_S)
 
     def _tell(self) -> dict[int, list[str]]:
@@ -184,6 +188,12 @@ class _Server:
 
 def _words(path: Path) -> list[str]:
     return os.fsdecode(path.read_bytes()).split("\0")
+
+
+def _is_ending(pid: int) -> bool:
+    with suppress(OSError):
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    return False
 
 
 def _is_server(words: list[str]) -> bool:

@@ -72,9 +72,9 @@ class Local:
 
 
 def kill(server: local_cluster._Server) -> None:
-    for pid in server.processes():
+    for pid in (processes := server.processes()):
         os.kill(pid, signal.SIGKILL)
-    until(lambda: not server.processes(), lambda: "all end")
+    until(lambda: not any(map(alive, processes)), lambda: "all end")
 
 
 @pytest.fixture
