@@ -192,7 +192,8 @@ def _words(path: Path) -> list[str]:
 
 def _is_ending(pid: int) -> bool:
     with suppress(OSError):
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+        text = Path(f"/proc/{pid}/status").read_text()
+        return "State:\tZ" not in text or not re.search(r"Threads:\t[01]\n", text)
     return False
 
 
