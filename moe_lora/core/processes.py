@@ -22,11 +22,6 @@ from pathlib import Path
 from .host import processor_limit
 
 STOP_TIMEOUT_S = 10.0
-CLUSTER_MARK, CLUSTER_HEADER = "MOE_LORA_CLUSTER", "X-MoE-LoRA-Cluster"
-"""Variable in each process of a cluster on this host: a token, new at each start; and a header of /ready.
-
-Later processes with the same numbers, and other servers at the port, lack the token.
-"""
 _SPIN_COUNT = "10000"
 """For libgomp; a spin takes 5 to 20 ns."""
 
@@ -55,11 +50,6 @@ def usable_cores() -> int:
     """Number of this process's cores, at most the processors of its container, rounded up."""
     num_cores, limit = len(usable_core_numbers()), processor_limit()
     return num_cores if limit is None else min(num_cores, math.ceil(limit))
-
-
-def cluster_sign(token: str) -> str:
-    """Value of `CLUSTER_HEADER`."""
-    return token[:8]
 
 
 def worker_environment(num_threads: int | None) -> dict[str, str]:

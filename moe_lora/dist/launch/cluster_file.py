@@ -19,7 +19,7 @@ from dataclasses import replace
 from tempfile import TemporaryFile
 
 from moe_lora.config import ControllerConfig, EngineConfig, FrontEndPlace
-from moe_lora.config.cluster import ClusterConfig, cluster_text
+from moe_lora.config.cluster import ClusterConfig, cluster_text, read_cluster
 from moe_lora.config.devices import (
     DeviceShare,
     assign_devices,
@@ -35,6 +35,11 @@ def cluster_file(cluster: ClusterConfig) -> Iterator[int]:
     with TemporaryFile() as file:
         write_cluster(file.fileno(), cluster)
         yield file.fileno()
+
+
+def cluster_in(file: int) -> ClusterConfig:
+    """The cluster in a file of `cluster_file`."""
+    return read_cluster(f"/dev/fd/{file}")
 
 
 def write_cluster(file: int, cluster: ClusterConfig) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moe_lora.config import FrontEndConfig
-from moe_lora.config.cluster import ClusterConfig, read_cluster
+from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.address import parse_address
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import OwnFolder, run_folder
@@ -22,6 +22,7 @@ from moe_lora.policies.routing.routing import Router
 from .cluster_file import (
     check_instances,
     cluster_file,
+    cluster_in,
     log_devices,
     most_instances,
     on_sockets,
@@ -144,7 +145,7 @@ def passed_on(passes_on: Listeners | None, file: int, roles: HostRoles) -> Itera
     """Keep the processes' log level equal to this process's."""
 
     def tell(now: FrontEndConfig) -> None:
-        cluster = read_cluster(f"/dev/fd/{file}")
+        cluster = cluster_in(file)
         front_end = replace(cluster.front_end, log_level=now.log_level)
         write_cluster(file, replace(cluster, front_end=front_end))
         roles.hang_up()

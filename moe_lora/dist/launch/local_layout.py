@@ -18,14 +18,14 @@ from dataclasses import replace
 from anyio import CancelScope, current_time, fail_after, move_on_after
 
 from moe_lora.config import LoraServerConfig
-from moe_lora.config.cluster import ClusterConfig, read_cluster
+from moe_lora.config.cluster import ClusterConfig
 from moe_lora.config.devices import LORA_SERVER, Devices
 from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
 from moe_lora.core.partition import Layout, Partition
 from moe_lora.dist.cluster.controller.cluster_controller import ControlledFleet
 from moe_lora.families import shape_of
 
-from .cluster_file import cluster_file, placed, write_cluster
+from .cluster_file import cluster_file, cluster_in, placed, write_cluster
 from .host_roles import HostRoles, server_roles
 from .local import Generation, OwnServer, passed_on
 
@@ -79,7 +79,7 @@ class LayoutChange:
         return server.address
 
     def _following(self, former: Generation, text: str, capacity: int) -> ClusterConfig:
-        now = replace(former.cluster, front_end=_read(former.roles[0].fds[0]).front_end)
+        now = replace(former.cluster, front_end=cluster_in(former.roles[0].fds[0]).front_end)
         given, engine = _server_of(now), now.engine
         if given.device_puts != "none":
             raise ConfigError(
@@ -126,7 +126,7 @@ class LayoutChange:
 
     def _write(self, cluster: ClusterConfig) -> ClusterConfig:
         """Name the cluster's server in the instances' file; returns the former content."""
-        before = _read(self._file)
+        before = cluster_in(self._file)
         write_cluster(self._file, replace(before, lora_server=cluster.lora_server, devices=cluster.devices))
         return before
 
@@ -158,10 +158,6 @@ class LayoutChange:
                 one.name != name for one in self._registry.live
             ):
                 await asyncio.sleep(_LOOK_S)
-
-
-def _read(file: int) -> ClusterConfig:
-    return read_cluster(f"/dev/fd/{file}")
 
 
 def _server_of(cluster: ClusterConfig) -> LoraServerConfig:
