@@ -127,9 +127,7 @@ class CachedInstance:
         self.load = InstanceLoad()
         self.done: list[CachedRequest] = []
         self.samples: list[Mapping[str, int]] = []
-        self.num_steps = 0
-        self.busy_s = 0.0
-        self.aborted = False
+        self.num_steps, self.busy_s, self.aborted = 0, 0.0, False
         self._computing: dict[CachedRequest, None] = {}
         self._last_step_s = 0.0
         self._config = config
@@ -208,33 +206,37 @@ class CachedInstance:
     def receive(
         self, request: CachedRequest, on_ready: Callable[[CachedRequest, bool], None]
     ) -> CachedRequest:
-        """As `prefill_first.MovingInstance`, like the next four."""
+        """Queue a request before its KV.  on_ready: called with this request, and True if KV can come."""
         moved = request.continued()
         self._received[moved] = on_ready
         self.add(moved)
         return moved
 
     def remove(self, request: CachedRequest) -> bool:
+        """Drop a received request; False if ready."""
         if self._received.pop(request, None) is None:
             return False
         self.release(request)
         return True
 
     def start_received(self, request: CachedRequest, num_kv: int) -> None:
+        """Continue a ready request, with KV of num_kv tokens."""
         if request.awaits_kv:
             request.table.num_matched = num_kv
         request.awaits_kv = False
         self.resume(request)
 
     def resume(self, request: CachedRequest) -> None:
+        """Continue a held request."""
         request.held = False
         self._step()
 
     def release(self, request: CachedRequest) -> None:
+        """Drop a request that continues elsewhere."""
         self.take(request, lambda _: self._step())
 
     def _call_ready(self) -> None:
-        """As `engine.moving`: a ready request has pages, or its tokens if pages were lost."""
+        """A ready request has pages, or its tokens if pages were lost (`engine.moving`)."""
         for request in list(self._received):
             if request.awaits_kv:
                 has_adapter = request in self.scheduler.loading and request.waits.adapter_s is not None

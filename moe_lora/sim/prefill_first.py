@@ -1,29 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts on separate instances, in both simulators: with its first token a request moves.
 
-As `dist.cluster.prefill_first`: a prompt waits at the instances for prompts, however full they are.  With the
-first token the request keeps pages, adapter and seat there.  The router chooses among the other instances.
-The target admits the request between two steps, then the KV comes, and the answer goes on with the next step.
+As `dist.cluster.prefill_first`: a prompt waits at instances for prompts, however full.  After the first token
+the request keeps pages, adapter and seat there.  The router chooses a target, which admits the request
+between two steps; then the KV comes, and the answer goes on with the next step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.policies.routing.routing import InstanceView, Router
+from moe_lora.policies.routing.routing import Router
 from moe_lora.timing.host_times import LinkTime
 
 from .events import EventQueue
 
 MOVE_READY_S = 5.0
 """Limit for a target's adapter and pages (`dist.cluster.migration.ACK_S`)."""
-
-Request = TypeVar("Request")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,38 +44,8 @@ class PrefillConfig:
             )
 
 
-class MovingInstance(InstanceView, Protocol[Request]):
-    """An instance of either simulator, in the view of moves."""
-
-    on_first_token: Callable[[Request], None] | None
-    """The request waits here for `release` or `resume`."""
-
-    def receive(self, request: Request, on_ready: Callable[[Request, bool], None]) -> Request:
-        """Queue a request whose KV comes; returns the request here.
-
-        on_ready: called with this request, and True if KV can come.
-        """
-        ...
-
-    def remove(self, request: Request) -> bool:
-        """Drop a received request; False if ready."""
-        ...
-
-    def start_received(self, request: Request, num_kv: int) -> None:
-        """Continue a ready request, with KV of num_kv tokens."""
-        ...
-
-    def resume(self, request: Request) -> None:
-        """Continue a request that waits after its first token."""
-        ...
-
-    def release(self, request: Request) -> None:
-        """Release a request that has moved."""
-        ...
-
-
 class PrefillFirst:
-    """Moves of a cluster; one transfer at a time leaves an instance.
+    """Moves between instances of either simulator; one transfer at a time leaves an instance.
 
     A target that is not ready within MOVE_READY_S loses the request: the answer goes on at the source.
     """
@@ -95,40 +63,24 @@ class PrefillFirst:
         for instance in self.for_prompts:
             instance.on_first_token = partial(self._move, instance)
 
-    def _move(self, source: MovingInstance[Any], request: Any) -> None:
+    def _move(self, source: Any, request: Any) -> None:
         target = self._router.choose(request, self._for_answers)
         moved = target.receive(request, partial(self._send, source, request, target))
         limit_s = self._events.now_s() + MOVE_READY_S
         self._events.at(limit_s, partial(self._give_up, source, request, target, moved))
 
-    def _send(
-        self,
-        source: MovingInstance[Any],
-        request: Any,
-        target: MovingInstance[Any],
-        moved: Any,
-        takes_kv: bool,
-    ) -> None:
+    def _send(self, source: Any, request: Any, target: Any, moved: Any, takes_kv: bool) -> None:
         num_kv = request.num_computed if takes_kv else 0
         start_s = max(self._free_s[source.index], self._events.now_s())
         end_s = self._free_s[source.index] = start_s + self._link.seconds(num_kv * self._token_bytes)
         self._events.at(end_s, partial(self._hand_over, source, request, target, moved, num_kv))
 
-    def _hand_over(
-        self,
-        source: MovingInstance[Any],
-        request: Any,
-        target: MovingInstance[Any],
-        moved: Any,
-        num_kv: int,
-    ) -> None:
+    def _hand_over(self, source: Any, request: Any, target: Any, moved: Any, num_kv: int) -> None:
         self.num_moved += 1
         source.release(request)
         target.start_received(moved, num_kv)
 
-    def _give_up(
-        self, source: MovingInstance[Any], request: Any, target: MovingInstance[Any], moved: Any
-    ) -> None:
+    def _give_up(self, source: Any, request: Any, target: Any, moved: Any) -> None:
         if target.remove(moved):
             self.num_failed += 1
             source.resume(request)

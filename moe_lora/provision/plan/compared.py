@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cheaper of coupled instances, prompts together or apart, and of instances beside a LoRA Server."""
+"""The cheapest of coupled instances, divided instances and instances beside a LoRA Server."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def _coupled(cluster: Cluster, trace: Trace) -> tuple[Plan | None, Exception | N
 
 
 def with_apart(cluster: Cluster, trace: Trace, together: Plan | None) -> Plan | None:
-    """The plan of fewer GPUs, prompts together with answers or on separate instances."""
+    """The plan of fewer GPUs: prompts together with answers, or apart."""
     inputs = cluster.inputs
     if inputs.instance_gpus > 1 or inputs.rate_per_s is None or inputs.global_batch is not None:
         why = "no rate is known" if inputs.instance_gpus == 1 else "instances of several GPUs move no KV"
@@ -277,7 +277,7 @@ def _prompt_times(apart: Apart) -> str:
     tokens, us = cluster.step_tokens(None, 0.0), 1e6
     slow, fast = (cluster.token_s(None, number) * us for number in (tokens, apart.full_step))
     return (
-        f"a prompt token takes {slow:.0f} us in steps within the TPOT SLO ({tokens} tokens), {fast:.0f} us "
+        f"a prompt token takes {slow:.3g} us in steps within the TPOT SLO ({tokens} tokens), {fast:.3g} us "
         f"in steps of {apart.full_step}; a mean prompt's KV moves in {apart.move_s * MS:.1f} ms"
     )
 

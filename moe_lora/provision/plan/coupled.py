@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coupled instances: adapters beside weights and KV, prompts together with answers or apart."""
+"""Coupled instances: adapters beside weights and KV; prompts with answers, or apart."""
 
 from __future__ import annotations
 
@@ -166,9 +166,9 @@ class Coupled:
 
 
 NEAR = 1.05
-"""Apart, a step has the fewest tokens within this factor of the least time a prompt token."""
+"""Of the least time a prompt token: a step has the fewest tokens within this factor."""
 FURTHER = 2
-"""Tries up to so many instances for prompts above the fewest."""
+"""Tried instances for prompts above the fewest."""
 
 
 class Apart(Coupled):

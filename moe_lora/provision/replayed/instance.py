@@ -161,7 +161,7 @@ class SimInstance:
         self.look_again()
 
     def receive(self, request: SimRequest, on_ready: Callable[[SimRequest, bool], None]) -> SimRequest:
-        """As `prefill_first.MovingInstance`, like the next four."""
+        """As `CachedInstance`, like the next four."""
         request.moved, self._received[request.index] = True, on_ready
         self.add(request)
         return request
@@ -304,7 +304,7 @@ class SimInstance:
         return True
 
     def _kv_tokens(self, request: SimRequest) -> int:
-        """To reserve: without the answer if the answer is computed elsewhere."""
+        """To reserve: an answer computed elsewhere needs none."""
         return request.num_tokens if self.on_first_token is None else request.prompt_tokens + 1
 
     def _join(self, request: SimRequest) -> None:
