@@ -19,6 +19,7 @@ from moe_lora.config import ONE_FRONT_END
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import MoeLoraError
+from moe_lora.core.processes import set_alive
 from moe_lora.dist.cluster.listener import RECOVERY_S
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.connection import Pings, listen
@@ -148,6 +149,7 @@ class FrontEndListener:
 
     async def _show(self) -> None:
         while True:
+            set_alive()
             for session in self.sessions:
                 session.peer.send(self._controller.figures)
             await asyncio.sleep(SHOW_S)

@@ -20,6 +20,7 @@ from typing import NoReturn
 from moe_lora.config import CONTROLLERS
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import ConfigError, LastProblem
+from moe_lora.core.processes import set_alive
 
 from . import LeaseStore, LostLeaseError, StoreError, open_store
 
@@ -52,6 +53,7 @@ class Leader:
         holder, problem, leads = f"{self._name} {secrets.token_hex(8)}", LastProblem(), LastProblem()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         while True:
+            set_alive()
             try:
                 self._may_hold = True
                 other, epoch = self._store.acquire(holder)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from moe_lora.core.processes import ALIVE
 from moe_lora.dist.cluster.leadership import LostLeaseError, StoreError, leader
 from moe_lora.dist.cluster.leadership.leader import Leader
 from tests.dist.cluster_jobs import until
@@ -135,6 +136,18 @@ def test_a_campaign_goes_on_after_a_renewal_that_took_too_long(ended, clock, cap
     one.release()
     assert "a can't lead: the store does not answer the renewal in time; trying on" in caplog.text
     assert ended["alarms"] == [pytest.approx(0.9 * TTL_S), 0]
+
+
+def test_a_standby_sets_the_time_of_the_probe_s_file(ended, clock, monkeypatch, tmp_path):
+    file, seen = tmp_path / "alive", []
+    monkeypatch.setenv(ALIVE, str(file))
+    monkeypatch.setattr(leader.time, "sleep", lambda pause_s: seen.append(file.exists()))
+    store = Store()
+    store.others = ["b 1f"]
+    one = Leader("a", store, TTL_S)
+    one.campaign()
+    one.release()
+    assert seen == [True]
 
 
 @pytest.mark.parametrize(("others", "released"), [([], 1), (["another 7"], 0)])
