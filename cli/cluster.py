@@ -62,13 +62,6 @@ def _by_name(context: click.Context, option: click.Parameter, given: tuple[str, 
 @click.option("--domain", default="cluster.local", help="Domain of the Kubernetes cluster.")
 @click.option("--front-ends", "num_front_ends", type=click.IntRange(1, 64), default=1, help="Pods for HTTP.")
 @click.option(
-    "--controllers",
-    "num_controllers",
-    type=click.IntRange(1, 8),
-    default=1,
-    help="Pods of which one decides for several front ends, by a Lease.",
-)
-@click.option(
     "--claim",
     "claims",
     metavar="NAME=PATH",

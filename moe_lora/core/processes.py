@@ -22,16 +22,8 @@ from pathlib import Path
 from .host import processor_limit
 
 STOP_TIMEOUT_S = 10.0
-ALIVE = "MOE_LORA_ALIVE"
-"""Variable with the path of a file; a live controller sets the file's time."""
 _SPIN_COUNT = "10000"
 """For libgomp; a spin takes 5 to 20 ns."""
-
-
-def set_alive() -> None:
-    """Set the time of the file in ALIVE, if any."""
-    if (path := os.environ.get(ALIVE)) is not None:
-        Path(path).touch()
 
 
 def usable_core_numbers() -> list[int]:

@@ -18,7 +18,7 @@ import yaml
 from moe_lora.config import FrontEndConfig
 from moe_lora.config.optional_parts import ScalingConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.processes import ALIVE
+from moe_lora.dist.cluster.controller import ALIVE
 
 from .host_roles import CONTROLLER, FRONT_END, INSTANCE
 from .topology import LORA_SERVER, Hosts, Part, parts_of, roles_file
@@ -54,7 +54,6 @@ class Pods:
     namespace: str = "default"
     domain: str = "cluster.local"
     num_front_ends: int = 1
-    num_controllers: int = 1
     claims: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict)
 
@@ -65,8 +64,6 @@ class Pods:
                     f"{kind}={name!r} is no name for Kubernetes; give at most {_MAX_NAME} of a-z, 0-9 and "
                     "-, beginning with a letter"
                 )
-        if self.num_controllers > 1 and self.num_front_ends == 1:
-            raise ConfigError("--controllers are for several front ends; give --front-ends 2 or more")
         taken = dict.fromkeys((CONFIG, CERTIFICATES, STATE, "/tmp", "/dev/shm"), "this program")
         for name, path in [*self.claims.items(), *self.secrets.items()]:
             if not path.startswith("/") or os.path.normpath(path) != path or path == "/":
@@ -107,7 +104,8 @@ def manifests_text(content: Any, pods: Pods) -> str:
 def manifests(content: Any, pods: Pods) -> list[dict[str, Any]]:
     """Objects of a cluster, in the order of creation.
 
-    content: of a cluster's file, with absolute paths of the pods and without addresses.  Raises ConfigError.
+    content: of a cluster's file, with absolute paths of the pods and without addresses; `controllers` is a
+    number.  Raises ConfigError.
     """
     hosts = Hosts(
         source="the pods",
@@ -117,7 +115,6 @@ def manifests(content: Any, pods: Pods) -> list[dict[str, Any]]:
         state_dir=STATE,
         num_front_ends=pods.num_front_ends,
         name=pods.host,
-        num_controllers=pods.num_controllers,
         leadership={"store": f"kubernetes://{pods.namespace}/{pods.name}-{CONTROLLER}", "ttl_s": _LEASE_S},
     )
     cluster, file = roles_file(content, hosts)
@@ -127,9 +124,10 @@ def manifests(content: Any, pods: Pods) -> list[dict[str, Any]]:
     front_end, text = cluster.front_end, yaml.safe_dump(file, sort_keys=False, width=1000)
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
     made = [*_shared(pods, digest, text, front_end.port)]
-    if pods.num_controllers > 1:
+    num_controllers = len(file.get("controllers", ())) or 1
+    if num_controllers > 1:
         made += _of_leases(pods)
-    for part in parts_of(cluster, pods.num_front_ends, pods.num_controllers):
+    for part in parts_of(cluster, pods.num_front_ends, num_controllers):
         grace_s = _STOP_S + (_UNREAD_S + int(front_end.drain_s) if part.role == FRONT_END else 0)
         pod = _pod(pods, part.role, _container(part, front_end), grace_s, digest)
         if part.role == CONTROLLER and part.count > 1:

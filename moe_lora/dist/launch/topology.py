@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ class Hosts:
     """Facts of the hosts for the file of the roles.
 
     source, place: name the hosts in errors.  folder: of the file.  name: role and number -> a process's name
-    in the network.  leadership: section for several controllers.
+    in the network.  leadership: section for several controllers; None: one at most.
     """
 
     source: str
@@ -104,8 +104,7 @@ class Hosts:
     state_dir: str
     num_front_ends: int
     name: Callable[[str, int], str]
-    num_controllers: int = 1
-    leadership: Mapping[str, Any] = field(default_factory=dict)
+    leadership: Mapping[str, Any] | None = None
 
 
 def roles_file(content: Any, hosts: Hosts) -> tuple[ClusterConfig, dict[str, Any]]:
@@ -114,6 +113,7 @@ def roles_file(content: Any, hosts: Hosts) -> tuple[ClusterConfig, dict[str, Any
     content: with absolute paths of the hosts and without addresses.  Raises ConfigError.
     """
     given = dict(mapping_of("the file", content))
+    num_controllers = 1 if hosts.leadership is None else _num_controllers(given, hosts.num_front_ends)
     for setting in _MADE_HERE:
         found: Any = given
         for name in setting:
@@ -142,7 +142,7 @@ def roles_file(content: Any, hosts: Hosts) -> tuple[ClusterConfig, dict[str, Any
                 "address": f"{hosts.name(CONTROLLER, number)}:{PORTS['controller']}",
                 "engines_address": f"{hosts.name(CONTROLLER, number)}:{PORTS['controller_engines']}",
             }
-            for number in range(hosts.num_controllers)
+            for number in range(num_controllers)
         }
         if len(controllers) == 1:
             given["controller"] = controllers[f"{CONTROLLER}-0"]
@@ -156,6 +156,19 @@ def roles_file(content: Any, hosts: Hosts) -> tuple[ClusterConfig, dict[str, Any
         given["pool"] = _between_hosts("pool", given["pool"])
     cluster_of(given, Path(hosts.folder))
     return cluster, given
+
+
+def _num_controllers(given: dict[str, Any], num_front_ends: int) -> int:
+    """Remove and return the number of controllers, 1 without one.  Raises ConfigError."""
+    number = given.get("controllers")
+    if type(number) is not int:
+        return 1
+    if number < 1 or (number > 1 and num_front_ends == 1):
+        raise ConfigError(
+            f"controllers={number}: give 1 or more, and with several controllers --front-ends 2 or more"
+        )
+    del given["controllers"]
+    return number
 
 
 def _check(cluster: ClusterConfig) -> None:

@@ -25,8 +25,8 @@ from moe_lora.cli.serve import serve
 from moe_lora.config.cluster import cluster_of
 from moe_lora.config.front_end import split_store
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.processes import ALIVE
 from moe_lora.core.request import EngineStats
+from moe_lora.dist.cluster.controller import ALIVE
 from moe_lora.dist.cluster.leadership import StoreError
 from moe_lora.dist.cluster.leadership.kubernetes_store import KubernetesStore
 from moe_lora.dist.launch import run_role
@@ -77,19 +77,19 @@ def test_objects_follow_the_schemas_of_the_api(num_front_ends, num_controllers, 
     pods = Pods(
         image="image",
         num_front_ends=num_front_ends,
-        num_controllers=num_controllers,
         claims={"models": "/srv/models"},
         secrets={"api-keys": "/srv/keys"},
     )
-    content = {**CONTENT, **scaling, "engine": {**CONTENT["engine"], "device": "cuda", "expert_parallel": 4}}
+    engine = {**CONTENT["engine"], "device": "cuda", "expert_parallel": 4}
+    content = {**CONTENT, **scaling, "engine": engine, "controllers": num_controllers}
     for one in yaml.safe_load_all(manifests_text(content, pods)):
         kubernetes_validate.validate(one, version, strict=True)
 
 
 @pytest.mark.parametrize(("num_front_ends", "num_controllers"), [(1, 1), (3, 1), (3, 2)])
 def test_addresses_are_those_of_pods_behind_headless_services(num_front_ends, num_controllers):
-    pods = Pods(image="image", num_front_ends=num_front_ends, num_controllers=num_controllers)
-    objects = manifests(CONTENT, pods)
+    pods = Pods(image="image", num_front_ends=num_front_ends)
+    objects = manifests({**CONTENT, "controllers": num_controllers}, pods)
     cluster = cluster_of(in_pods(objects), Path(CONFIG))
     services, hosts = of_kind(objects, "Service"), set()
     for name, one in of_kind(objects, "StatefulSet").items():
@@ -163,8 +163,8 @@ def test_the_autoscaler_alone_changes_with_the_bounds():
 
 @pytest.mark.parametrize("num_controllers", [1, 2])
 def test_commands_are_those_of_the_roles(num_controllers):
-    pods = Pods(image="image", num_front_ends=2, num_controllers=num_controllers)
-    for _, container in roles(manifests(CONTENT, pods)).values():
+    objects = manifests({**CONTENT, "controllers": num_controllers}, Pods(image="image", num_front_ends=2))
+    for _, container in roles(objects).values():
         command = container["command"]
         assert command[command.index("--config") + 1] == f"{CONFIG}/cluster.yaml"
         if command[0] == "moe-lora":
@@ -211,8 +211,8 @@ def test_a_controller_is_live_while_its_file_has_a_recent_time(tmp_path):
 
 
 def test_several_controllers_choose_a_leader_by_a_lease_that_no_other_pod_may_write(tmp_path):
-    pods = Pods(image="image", name="demo", namespace="ml", num_front_ends=2, num_controllers=2)
-    objects = manifests(CONTENT, pods)
+    pods = Pods(image="image", name="demo", namespace="ml", num_front_ends=2)
+    objects = manifests({**CONTENT, "controllers": 2}, pods)
     cluster = cluster_of(in_pods(objects), Path(CONFIG))
     assert cluster.leadership is not None
     scheme, [namespace], lease = split_store("", cluster.leadership.store)
@@ -304,6 +304,10 @@ def test_access_is_for_pods_of_the_cluster_and_for_clients_of_the_front_end():
         ({"engine": {"host_workers": 1, "host_cores": [1]}}, "engine.host_cores names cores of a host"),
         ({"adapters": {"a": "adapters/a"}}, "adapters.a: adapters/a is a relative path"),
         ({"certificates": "certificates"}, "certificates follows from the pods; leave the setting out"),
+        ({"controllers": 2}, "controllers=2: give 1 or more, and with several controllers --front-ends 2"),
+        ({"controllers": 0}, "controllers=0: give 1 or more"),
+        ({"controllers": {"a": {}}}, "controllers follows from the pods; leave the setting out"),
+        ({"leadership": {"store": "etcd://h:1"}}, "leadership follows from the pods"),
         ({"front_end": {"engines_address": "a:1"}}, "front_end.engines_address follows from the pods"),
         ({"front_end": {"host": "127.0.0.1"}}, "front_end.host follows from the pods"),
         ({"front_end": {"port": 0}}, "front_end.port has port 0"),
@@ -328,7 +332,6 @@ def test_a_file_that_no_pod_could_use_is_refused(change, message):
     [
         ({"name": "Moe_Lora"}, "name='Moe_Lora' is no name for Kubernetes"),
         ({"namespace": "1-a"}, "namespace='1-a' is no name for Kubernetes"),
-        ({"num_controllers": 2}, "--controllers are for several front ends; give --front-ends 2 or more"),
         ({"claims": {"models": "models"}}, "models=models: give an absolute folder"),
         ({"claims": {"models": "/srv/../models"}}, "give an absolute folder"),
         ({"claims": {"models": "/"}}, "give an absolute folder"),
@@ -427,9 +430,8 @@ def test_the_pods_answer_and_outlive_the_end_of_each_role(tmp_path):
 @pytest.mark.slow
 def test_controllers_in_pods_follow_each_other_by_a_lease(tmp_path):
     content = {name: value for name, value in CONTENT.items() if name != "lora_server"}
-    content["engine"] = {**content["engine"], "num_instances": 1}
-    wanted = Pods(image="image", claims={"models": "/srv/models"}, num_front_ends=2, num_controllers=2)
-    objects = manifests(content, wanted)
+    content |= {"engine": {**content["engine"], "num_instances": 1}, "controllers": 2}
+    objects = manifests(content, Pods(image="image", claims={"models": "/srv/models"}, num_front_ends=2))
     keys = make_keys(tmp_path / "certificates")
     claims = {"models": DEMO, "moe-lora-certificates": keys.folder}
     pods = standing_in.Pods(objects, tmp_path / "pods", claims)

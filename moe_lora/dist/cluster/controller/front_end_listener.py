@@ -19,7 +19,6 @@ from moe_lora.config import ONE_FRONT_END
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import MoeLoraError
-from moe_lora.core.processes import set_alive
 from moe_lora.dist.cluster.listener import RECOVERY_S
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.connection import Pings, listen
@@ -28,6 +27,7 @@ from moe_lora.dist.net.peer import Asked, Peer
 from moe_lora.dist.net.session import Dialler
 from moe_lora.provision.online import DemandWindow, Visit
 
+from . import set_alive
 from .cluster_controller import ControlledFleet, controlled_fleet
 from .cluster_state import (
     ClusterState,

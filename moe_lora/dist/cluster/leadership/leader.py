@@ -20,7 +20,7 @@ from typing import NoReturn
 from moe_lora.config import CONTROLLERS
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import ConfigError, LastProblem
-from moe_lora.core.processes import set_alive
+from moe_lora.dist.cluster.controller import set_alive
 
 from . import LeaseStore, LostLeaseError, StoreError, open_store
 

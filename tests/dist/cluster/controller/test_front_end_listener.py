@@ -13,7 +13,7 @@ import pytest
 
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.processes import ALIVE
+from moe_lora.dist.cluster.controller import ALIVE
 from moe_lora.dist.cluster.controller.cluster_state import ClusterState, Taken
 from moe_lora.dist.cluster.controller.protocol import HANDSHAKE
 from moe_lora.dist.cluster.instances import Holding

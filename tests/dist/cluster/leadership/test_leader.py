@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_lora.core.processes import ALIVE
+from moe_lora.dist.cluster.controller import ALIVE
 from moe_lora.dist.cluster.leadership import LostLeaseError, StoreError, leader
 from moe_lora.dist.cluster.leadership.leader import Leader
 from tests.dist.cluster_jobs import until
