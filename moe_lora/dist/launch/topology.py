@@ -147,7 +147,7 @@ def roles_file(content: Any, hosts: Hosts) -> tuple[ClusterConfig, dict[str, Any
         if len(controllers) == 1:
             given["controller"] = controllers[f"{CONTROLLER}-0"]
         else:
-            given |= {"controllers": controllers, "leadership": dict(hosts.leadership)}
+            given |= {"controllers": controllers, "leadership": hosts.leadership}
     if cluster.lora_server is not None:
         address = f"{hosts.name(LORA_SERVER, 0)}:{PORTS['lora_server']}"
         server = _between_hosts("lora_server", given["lora_server"])

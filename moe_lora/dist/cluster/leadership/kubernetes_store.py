@@ -127,7 +127,7 @@ class KubernetesStore:
         try:
             token = (self._folder / "token").read_text().strip()  # replaced every hour
             headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-            connection.request(method, path, body and json.dumps(body), headers)
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
             return response.status, json.loads(response.read())
         except (OSError, HTTPException, ValueError) as error:
