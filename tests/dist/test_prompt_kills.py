@@ -45,7 +45,7 @@ BODIES: list[dict[str, Any]] = [
 def running(tmp_path_factory) -> Iterator[Running]:
     front_end = FrontEndConfig(prefill_instances=(SOURCE,))
     folder = tmp_path_factory.mktemp("prompts")
-    with running_cluster(front_end, folder, max_num_batched_tokens=CHUNK) as one:
+    with running_cluster(front_end, folder, max_num_batched_tokens=CHUNK, max_num_seqs=CHUNK) as one:
         one.expected += asyncio.run(answers(one.cluster.urls[OTHER], BODIES))
         assert [len(tokens) for tokens in one.expected] == [LENGTH] * len(BODIES)
         yield one
