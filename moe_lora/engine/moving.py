@@ -62,10 +62,7 @@ class Incoming:
 
 @dataclass(eq=False)
 class Outgoing:
-    """KV of num_tokens in a peer's window; pages from first_page on were put twice.
-
-    number: counts up over windows.
-    """
+    """KV of num_tokens in a peer's window; pages from first_page on were put twice.  number: counts up."""
 
     descriptor: bytes
     window: RemoteWindow
@@ -288,10 +285,7 @@ class RequestMoves:
             sequence.awaits_kv = False
 
     def tend(self) -> float | None:
-        """Copy received KV, send prompts' KV, close windows of ended requests.
-
-        Returns the seconds until the next call, if KV is on the way here.
-        """
+        """Copy and send KV, close windows of ended requests; returns seconds, as `EngineCore.tend`."""
         awaits_kv = self._kv.take_in()
         if self._prompts is not None:
             self._prompts.tend()
@@ -299,7 +293,7 @@ class RequestMoves:
         return LOOK_S if awaits_kv else None
 
     def announce(self) -> list[TokenOutput]:
-        """An output without tokens for each ready request, and as `Prompts.announce`."""
+        """An output without tokens for each ready request, and of `Prompts.announce`."""
         signs = [] if self._prompts is None else [_sign(one) for one in self._prompts.announce()]
         if not self._coming:
             return signs
@@ -338,7 +332,7 @@ class RequestMoves:
         return self._kv.window(request_id)
 
     def start_send(self, request_id: str, window: KvWindow, *, follows: bool) -> Future[KvSent]:
-        """`kv_send` in a thread; follows: as `Prompts.send`, if the request has no token yet."""
+        """`kv_send` in a thread; follows: as `Prompts.send`."""
         sequence = self._find(request_id)
         sent = self._prompts.send(sequence, window) if follows and self._prompts is not None else None
         return sent or self.threads.submit(self.kv_send, request_id, window)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts of `prefill_only` requests: KV leaves beside later steps, and the first token holds the request.
 
-Steps fill whole pages, of all layers.  After the last step remain that step's pages.
+A page has all layers; after the last step, the pages of this step are left.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from moe_lora.engine.sequence import Sequence
 
 @dataclass(eq=False)
 class _Prompt:
-    """A request without a token.
-
-    window, sent: of a move, if any.  put: the last work of a thread, which had num_blocks blocks to put.
-    """
+    """window, sent: of a move.  put: a thread's last work, up to num_blocks."""
 
     sequence: Sequence
     is_announced: bool = False
@@ -32,7 +29,7 @@ class _Prompt:
 
 
 class Prompts:
-    """Belongs to the engine's thread.  kv_send: puts a request's filled pages, in `threads`."""
+    """Requests before the first token.  kv_send: runs in `threads`."""
 
     def __init__(
         self,
@@ -51,10 +48,7 @@ class Prompts:
         self._prompts.append(_Prompt(sequence))
 
     def announce(self) -> list[Sequence]:
-        """Hold requests with a first token; returns prompts after the first of several steps, once each.
-
-        A target computes reports of prompts, and their KV, itself.
-        """
+        """Hold requests with a first token; returns prompts after the first of several steps, once each."""
         found = []
         for prompt in list(self._prompts):
             sequence = prompt.sequence
@@ -64,15 +58,12 @@ class Prompts:
                 _finish(prompt)
             elif sequence.num_computed and sequence.num_left > 1 and not prompt.is_announced:
                 prompt.is_announced = True
-                if sequence.record is None and self._is_live(sequence):
+                if sequence.record is None and self._is_live(sequence):  # a target computes reports anew
                     found.append(sequence)
         return found
 
     def send(self, sequence: Sequence, window: KvWindow) -> Future[KvSent] | None:
-        """Put pages into the window as steps fill them, until the first token.
-
-        None for a request with a token.  Raises MoveError beside another window.
-        """
+        """Put filled pages until the first token; None after that token.  Raises MoveError."""
         prompt = next((one for one in self._prompts if one.sequence is sequence), None)
         if prompt is None:
             return None
@@ -84,7 +75,6 @@ class Prompts:
         return sent
 
     def stop(self, sequence: Sequence) -> None:
-        """End a prompt's move, if any."""
         for prompt in self._prompts:
             if prompt.sequence is sequence:
                 _fail(prompt, MoveError("the move of the prompt was ended"))
@@ -108,7 +98,7 @@ class Prompts:
             prompt.put = self._threads.submit(self._put_filled, prompt, prompt.window)
 
     def _put_filled(self, prompt: _Prompt, window: KvWindow) -> KvSent:
-        """Put until no further page is filled: the link waits for no step's end."""
+        """Put until no page is filled meanwhile: the link waits for no step."""
         while True:
             prompt.num_blocks = self._num_filled(prompt)
             sent = self._kv_send(prompt.sequence.request.request_id, window)
@@ -126,7 +116,6 @@ def _fail(prompt: _Prompt, error: BaseException) -> None:
 
 
 def _finish(prompt: _Prompt) -> None:
-    """Pass on the last put's result."""
     if prompt.sent is not None and prompt.put is not None:
         prompt.put.add_done_callback(partial(_pass_on, prompt.sent))
     elif prompt.sent is not None:

@@ -142,7 +142,7 @@ class RequestMover:
                 self._in_background(self._move_one_off(name, attempt))
 
     def move_ahead(self, resumable: ResumableRequest, attempt: Attempt) -> None:
-        """Send a prompt's KV in the background while it is computed; the first token moves the request."""
+        """As `move_on` at the first token, with KV that leaves before."""
         attempt.first_token = asyncio.Event()
         self._in_background(self._move_kept(resumable, attempt))
 
@@ -254,7 +254,7 @@ class RequestMover:
         source.leave()
 
     async def _send_kv(self, source: Attempt, target: Attempt) -> KvWindow | None:
-        """Have a source without a kept request put KV into the target's window, if any."""
+        """Have a computing source put KV into the target's window, if any."""
         window: KvWindow | None = await target.call("kv_window")
         first_token = source.first_token
         if window is None:  # the pages went elsewhere, or the instance takes no KV

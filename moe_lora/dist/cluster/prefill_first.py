@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts on separate instances (InfiniLoRA section 5); with its first token a request moves.
-
-The KV of a prompt of several steps leaves beside the later steps.
-"""
+"""Prompts on separate instances (InfiniLoRA section 5); with its first token a request moves."""
 
 from __future__ import annotations
 
