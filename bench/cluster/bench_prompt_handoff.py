@@ -112,7 +112,7 @@ def two_engines(folder: Path) -> Iterator[list[InProcessClient]]:
     )
     clients = [InProcessClient(build_engine(replace(config, instance=name))) for name in ("0", "1")]
     for client in clients:
-        client._send = partial(send_as_a_link, client)  # type: ignore[method-assign]
+        client._send = partial(send_as_a_link, client)
     try:
         yield clients
     finally:

@@ -330,3 +330,39 @@ def test_target_with_another_version_takes_no_page(engines, monkeypatch, caplog)
         asyncio.run(run())
     assert "begun with version 1 of adapter 'upper', and version 7 is served here" in caplog.text
     assert not expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", ["off", "on"])
+def test_prompts_that_arrive_together_have_the_tokens_of_prompts_alone(ahead):
+    """Prompts of one to twelve steps, some with a cached start; an instance has pages for a few."""
+    config = replace(CONFIG, max_num_batched_tokens=CHUNK, async_scheduling=ahead, arena_mb=1.2)
+    clients = [InProcessClient(build_engine(replace(config, instance=name))) for name in (PREFILL, DECODE)]
+    for client in clients:
+        client._send = over_a_link(client)
+    lengths = [10, 190, 33, 100, 16, 64, 150, 170] * 2
+    requests = [
+        replace(
+            ask(
+                f"r{place}", adapter=[None, "upper"][place % 2], temperature=float(place % 3 > 0), seed=place
+            ),
+            prompt_token_ids=tuple((place // 4 + 3 * token) % 90 + 10 for token in range(length)),
+        )
+        for place, length in enumerate(lengths)
+    ]
+
+    async def run() -> None:
+        alone = [tokens(await answer(made(clients, prefill=()), request)) for request in requests]
+        fleet = made(clients)
+        for number in range(10):
+            salted = [replace(one, cache_salt=f"{number // 2}") for one in requests]
+            found = await asyncio.gather(*(answer(fleet, request) for request in salted))
+            assert [tokens(outputs) for outputs in found] == alone
+        assert fleet.mover.num_moved["kv"] > 20
+        await until_idle(clients)
+
+    try:
+        asyncio.run(run())
+    finally:
+        for client in clients:
+            client.shut_down()
