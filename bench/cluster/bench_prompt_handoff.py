@@ -4,7 +4,8 @@
     python -m bench.cluster.bench_prompt_handoff [--rounds 7] [--out FILE]
 
 Two engines of this process: one computes prompts, one goes on.  Steps are paced (emulated), and a link of a
-stated rate carries the KV.  Prompts of eight steps, alone on the machine; both ways by turns in each round.
+stated rate carries the KV.  Prompts of eight steps, one at a time; both ways by turns, in an order that each
+round reverses.
 
 Expected before the first run, for S steps of c seconds whose KV takes r c on the link, and a decode step d:
 after the prompt S r c + d; beside it r c + d for r <= 1 (the last step's pages remain), and S r c - (S - 1) c
@@ -150,7 +151,7 @@ async def run(clients: list[InProcessClient], rounds: int, recorder: Recorder) -
     for number in range(rounds):
         for ratio in RATIOS:
             link.bytes_per_s = num_bytes / (NUM_STEPS * ratio * STEP_S)
-            for way in WAYS:
+            for way in WAYS[:: 1 if number % 2 else -1]:
                 link.num_bytes, moved = 0, fleet.mover.num_moved["kv"]
                 start = move_ahead if way == WAYS[1] else lambda *_: None
                 with patch.object(RequestMover, "move_ahead", start):
