@@ -29,14 +29,16 @@ NUM = 60
 
 
 @contextmanager
-def servers(*layouts: str, **settings) -> Iterator[list[Cluster]]:
-    """Running servers of one store."""
+def servers(*layouts: str, client_ranks: int = 1, **settings) -> Iterator[list[Cluster]]:
+    """Running servers of one store, for instances of so many ranks."""
     shape = shape_of(read_config(MODEL))
     first = Cluster(shape, layouts[0], **settings)
     found = [
         first,
         *(Cluster(shape, one, store_dir=first.config.store_dir, **settings) for one in layouts[1:]),
     ]
+    for one in found:
+        one.client_ranks = client_ranks
     with first, found[1]:
         yield found
 
@@ -109,12 +111,13 @@ def expected() -> dict[str, list[int]]:
     [
         {},
         pytest.param({"eager": False}, marks=pytest.mark.slow),
+        pytest.param({"expert_parallel": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_answers_go_on_with_the_same_tokens_and_no_row_is_computed_by_the_instance(settings):
     with (
         captured_graphs(),
-        servers("EP2-PP1", "EP4-PP1") as (former, following),
+        servers("EP2-PP1", "EP4-PP1", client_ranks=settings.get("expert_parallel", 1)) as (former, following),
         engine(lora_server=former.config, **settings) as core,
     ):
         driven = Driven(core)
