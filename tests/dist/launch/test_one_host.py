@@ -301,7 +301,7 @@ def test_settings_that_can_not_be_passed_on_are_told_with_the_way_out(cluster, m
     """By SIGHUP to several front ends, while the disk is full."""
     told: list[object] = []
 
-    async def run(roles, drain_s, reload, at_once, dead_s, spare) -> bool:
+    async def run(roles, drain_s, reload, *_: object) -> bool:
         kept = SimpleNamespace(hang_up=lambda: told.append("hung up"))
         with monkeypatch.context() as full:
             full.setattr(os, "pwrite", no_room)
