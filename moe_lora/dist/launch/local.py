@@ -195,7 +195,7 @@ async def layouts_changed(own: OwnServer, file: int) -> AsyncIterator[Callable[[
     if own.now is None:
         yield lambda roles: None
         return
-    from .layout_keeper import LayoutKeeper
+    from .local_layout import LayoutKeeper
 
     keeper = LayoutKeeper(own, file)
     async with keeper.open():

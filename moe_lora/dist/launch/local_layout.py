@@ -12,27 +12,36 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
 
 from anyio import CancelScope, current_time, fail_after, move_on_after
 
 from moe_lora.config import LoraServerConfig
 from moe_lora.config.cluster import ClusterConfig
-from moe_lora.config.devices import LORA_SERVER, Devices
-from moe_lora.core.errors import CapacityError, ConfigError, LastProblem, LoraServerError
+from moe_lora.config.devices import LORA_SERVER, Devices, instance_names
+from moe_lora.core.address import Address
+from moe_lora.core.errors import (
+    CapacityError,
+    ConfigError,
+    ControllerAwayError,
+    LastProblem,
+    LoraServerError,
+)
 from moe_lora.core.partition import Layout, Partition
+from moe_lora.dist.cluster.controller.keeper_link import HANDSHAKE, LinkEnd, keeper_socket
 from moe_lora.dist.cluster.instances import InstanceRegistry
+from moe_lora.dist.net.codec import verb
+from moe_lora.dist.net.connection import listen
+from moe_lora.dist.net.peer import Peer
+from moe_lora.dist.net.session import Dialler
 from moe_lora.families import shape_of
 
 from .cluster_file import cluster_file, cluster_in, placed, write_cluster
 from .host_roles import HostRoles, server_roles
 from .local import Generation, OwnServer, passed_on
-
-if TYPE_CHECKING:
-    from .layout_keeper import LayoutKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +189,65 @@ class LayoutChange:
         with move_on_after(limit_s):
             while self._instances.running.get(name) in (None, former) or name not in self._instances.serving:
                 await asyncio.sleep(_LOOK_S)
+
+
+class LayoutKeeper(LinkEnd):
+    """Changes the layout for a separate controller, which reaches the instances.
+
+    A change outlives the controller: the next controller moves the remaining instances.  file: of the
+    instances.  roles: set at their start.
+    """
+
+    roles: HostRoles
+
+    def __init__(self, own: OwnServer, file: int) -> None:
+        super().__init__()
+        self._own, self._file, self._changing = own, file, asyncio.Lock()
+        cluster = cluster_in(file)
+        self._names = set(instance_names(cluster.engine.num_instances))
+        self._address = Address(path=keeper_socket(cluster))
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Listen for the controller until the context ends."""
+        visit = partial(HANDSHAKE.receive, lambda caller: None, self._welcome)
+        async with listen("keeper", self._address, None, visit):
+            try:
+                yield
+            finally:
+                for task in self.answering:
+                    task.cancel()
+                await asyncio.gather(*self.answering, return_exceptions=True)
+
+    @property
+    def running(self) -> Mapping[str, int]:
+        return {name: pid for name, pid in self.roles.running.items() if name in self._names}
+
+    @property
+    def serving(self) -> Collection[str]:
+        return self.roles.started & self._names
+
+    def kill(self, name: str) -> None:
+        self.roles.kill(name)
+
+    async def move(self, name: str, address: str, layout: str) -> None:
+        """Through the controller.  Raises ControllerAwayError, or PeerEndedError."""
+        if self.peer is None:
+            raise ControllerAwayError("the controller is away")
+        await self.peer.call("move_instance", name, address, layout)
+
+    @verb
+    async def change_layout(self, layout: str, capacity: int, limit_s: float) -> str:
+        async with self._changing:
+            address = await LayoutChange(self._own, self._file, self).to(layout, capacity, limit_s)
+        if self.peer is not None:  # a controller since the middle of the change has read the other address
+            self.peer.call("use_lora_server", address)
+        return address
+
+    async def _welcome(self, peer: Peer, caller: Dialler) -> None:
+        assert self._own.now is not None
+        peer.call("use_lora_server", _server_of(self._own.now.cluster).address)
+        await self.serve(peer)
 
 
 def _server_of(cluster: ClusterConfig) -> LoraServerConfig:

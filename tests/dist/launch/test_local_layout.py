@@ -24,9 +24,8 @@ from moe_lora.dist.launch import cluster_file as host_settings
 from moe_lora.dist.launch import local_layout
 from moe_lora.dist.launch.cluster_file import cluster_file, on_sockets, write_cluster
 from moe_lora.dist.launch.host_roles import Role, server_roles
-from moe_lora.dist.launch.layout_keeper import LayoutKeeper
 from moe_lora.dist.launch.local import Generation, OwnServer, local_lora_server
-from moe_lora.dist.launch.local_layout import ControlledInstances, LayoutChange
+from moe_lora.dist.launch.local_layout import ControlledInstances, LayoutChange, LayoutKeeper
 from tests.patience import PATIENCE_S
 from tests.serve.demo_server import DEMO
 
