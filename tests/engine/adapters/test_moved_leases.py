@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
+from moe_lora.core.errors import CapacityError, ConfigError, EngineDeadError, LoraServerError
 from moe_lora.core.wrong_files import read_config
 from moe_lora.dist.lora_server.control import network
 from moe_lora.dist.lora_server.leader import Leader
@@ -22,8 +22,10 @@ from moe_lora.engine.core import EngineCore
 from moe_lora.engine.verbs import EngineVerbs
 from moe_lora.families import shape_of
 from tests.dist.lora_server.cluster import Cluster, until
+from tests.engine.ranks.faulty_follower import use_faulty_followers
 from tests.engine.test_switching import MODEL, ask, drive, engine, tokens_of
 from tests.models.generated_code import captured_graphs
+from tests.patience import PATIENCE_S
 
 NUM = 60
 
@@ -140,6 +142,52 @@ def test_answers_go_on_with_the_same_tokens_and_no_row_is_computed_by_the_instan
         driven.move(former)  # is there already
         core.add_request(ask("again"))
         assert driven.end()["again"] == driven.outputs["a"][: len(driven.outputs["again"])]
+
+
+@contextmanager
+def two_ranks(monkeypatch, fault: str) -> Iterator[tuple[Driven, Cluster, Cluster]]:
+    """An instance with requests, whose follower has this fault once; the former and the next server."""
+    use_faulty_followers(monkeypatch, {fault: 1})
+    with (
+        servers("EP2-PP1", "EP4-PP1", client_ranks=2) as (former, following),
+        engine(lora_server=former.config, expert_parallel=2) as core,
+    ):
+        driven = Driven(core)
+        for one in requests():
+            core.add_request(one)
+        driven.step_until(lambda: len(driven.outputs) == 3)
+        yield driven, former, following
+
+
+def test_a_follower_without_a_connection_keeps_all_ranks_at_the_former_server(monkeypatch):
+    with two_ranks(monkeypatch, "no_reach") as (driven, former, following):
+        core = driven.core
+        with pytest.raises(
+            LoraServerError, match=r"rank 1 .* does not reach .*: this follower reaches nobody"
+        ):
+            driven.move(following)
+        assert core.rank.config.lora_server == former.config
+        before = [former.rank(number).loop.num_requests for number in range(2)]
+        driven.step_until(
+            lambda: all(former.rank(number).loop.num_requests > before[number] for number in range(2))
+        )
+        assert not any(following.rank(number).loop.num_requests for number in range(4))
+        assert core.has_work
+        driven.move(following)
+        assert driven.end() == expected()
+        assert all(following.rank(number).loop.num_requests for number in range(4))
+        assert core.stats().lora_server_fallback_rows == 0
+
+
+def test_a_follower_that_is_killed_while_it_connects_ends_the_engine_and_the_move(monkeypatch):
+    with two_ranks(monkeypatch, "killed_in_reach") as (driven, _, following), ThreadPoolExecutor(1) as files:
+        core, server = driven.core, following.config
+        waited = next(core.adapters.leases.move(core, files, server.address, server.layout))
+        with pytest.raises(EngineDeadError, match=r"rank 1 .* was killed by SIGKILL"):
+            driven.step_until(waited.done)
+        core.close(at_once=True)
+        with pytest.raises(LoraServerError, match=r"rank 1 .* does not reach"):
+            waited.result(PATIENCE_S)
 
 
 def test_adapters_that_change_meanwhile_are_those_of_the_next_server():
