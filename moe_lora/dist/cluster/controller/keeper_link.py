@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import typing
 
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.address import Address
@@ -27,7 +28,7 @@ def keeper_socket(cluster: ClusterConfig) -> str:
     return f"{cluster.folder_of_sockets}/keeper"
 
 
-class KeeperCalls:
+class KeeperCalls(typing.Protocol):
     """Answered by the keeper."""
 
     def change_layout(self, layout: str, capacity: int, limit_s: float) -> str:
