@@ -47,7 +47,8 @@ class FollowersMove:
 
     def wait(self) -> None:
         """Wait until the followers are connected, in any thread.  Raises LoraServerError."""
-        end_s, problems = time.monotonic() + REACH_S, {}
+        end_s = time.monotonic() + REACH_S
+        problems: dict[int, str] = {}
         for dist_rank in range(1, self._followers.num_followers + 1):
             report = _report(self._followers.directory, self._number, dist_rank)
             while not report.exists() and not self._followers.closed and time.monotonic() < end_s:
