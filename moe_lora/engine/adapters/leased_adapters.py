@@ -164,7 +164,6 @@ class LeasedAdapters(AdapterStore):
 
     def lease_from(self, server: LoraServerClient, leases: LeaseClient) -> LeaseClient:
         """Use the `leases_at` a server from now on, between steps; returns the former ones."""
-        leases.succeed(self._leases)
         with self._lock:
             former, self._leases, self._server = self._leases, leases, server
         leases.on_failure = self._fail
@@ -188,15 +187,20 @@ class LeasedAdapters(AdapterStore):
         server = replace(rank.config.lora_server, address=address, layout=layout)
         others = _followers_move(core, server)
         try:
-            reached = (yield files.submit(_reached, rank, self, server, others)).result()
-            leases = self.lease_from(*reached)
+            client, leases = (yield files.submit(_reached, rank, self, server, others)).result()
+            end_s = time.monotonic() + GRANTS_S
+            leases.succeed(self._leases)
+            while not leases.covers(self._leases) and time.monotonic() < end_s:
+                yield files.submit(time.sleep, _LOOK_S)  # requests have started
+                leases.succeed(self._leases)
+            former = self.lease_from(client, leases)
         except Exception:
             if others is not None:
                 others.leave()
             raise
         if others is not None:
             others.move()
-        files.submit(_left, rank.move_to(server, reached[0]), leases)
+        files.submit(_left, rank.move_to(server, client), former)
 
     def close(self) -> None:
         super().close()

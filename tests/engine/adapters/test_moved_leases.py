@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
 from collections import defaultdict
@@ -49,10 +50,11 @@ class Driven:
     """An engine with requests under way.  outputs: by request.  reached: leases before the move itself."""
 
     def __init__(self, core: EngineCore) -> None:
-        self.core, self.outputs = core, defaultdict(list)
+        self.core, self.outputs, self.num_steps = core, defaultdict(list), 0
         self.finish_reasons: dict[str, str | None] = {}
 
     def step(self) -> None:
+        self.num_steps += 1
         for output in self.core.step():
             self.outputs[output.request_id] += output.token_ids
             self.finish_reasons[output.request_id] = output.finish_reason
@@ -67,12 +69,13 @@ class Driven:
             steps = leases.move(self.core, files, server.address, server.layout)
             try:
                 waited = next(steps)
+                self.step_until(waited.done)
+                if waited.exception() is None:
+                    _, self.reached = waited.result()
+                    change()
                 while True:
-                    self.step_until(waited.done)
-                    if waited.exception() is None:
-                        _, self.reached = waited.result()
-                        change()
                     waited = steps.send(waited)
+                    self.step_until(waited.done)
             except StopIteration:
                 return
 
@@ -207,6 +210,39 @@ def test_adapters_that_change_meanwhile_are_those_of_the_next_server():
         core.add_request(ask("t", adapter="third"))
         found = driven.end()
         assert found["a"] == found["t"]
+        assert core.stats().lora_server_fallback_rows == 0
+
+
+def test_a_request_that_starts_before_the_move_has_its_lease_after_the_move(monkeypatch):
+    """Of an adapter without a request so far, while the next leader needs some steps for the lease."""
+    acquire, waiting_for = Leader.acquire, []
+
+    async def late(leader: Leader, *asked: object) -> object:
+        for driven in waiting_for:
+            until_step = driven.num_steps + 3
+            while driven.num_steps < until_step and driven.core.has_work:
+                await asyncio.sleep(0.001)
+        return await acquire(leader, *asked)
+
+    monkeypatch.setattr(Leader, "acquire", late)
+    with (
+        servers("EP1-PP1", "EP2-PP1") as (former, following),
+        engine(lora_server=former.config) as core,
+    ):
+        driven = Driven(core)
+        first, second, _ = requests()
+        core.add_request(first)
+        driven.step_until(lambda: driven.outputs["a"])
+
+        def change() -> None:
+            core.add_request(second)
+            driven.step_until(lambda: driven.outputs["b"])
+            waiting_for.append(driven)
+
+        driven.move(following, change)
+        assert core.has_work
+        found = driven.end()
+        assert found == {name: tokens for name, tokens in expected().items() if name in found}
         assert core.stats().lora_server_fallback_rows == 0
 
 
