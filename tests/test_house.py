@@ -24,11 +24,21 @@ def counted() -> Mapping[str, Found]:
     return counts()
 
 
-@pytest.fixture(scope="module")
-def traced() -> Mapping[str, Found]:
+def trace() -> Mapping[str, Found]:
     return trace_counts(
         trace_requests(ROOT, sys.executable, generate_code=False, kinds=("completion", "load"))
     )
+
+
+@pytest.fixture(scope="module")
+def traced() -> Mapping[str, Found]:
+    """Beyond a limit: places in two traces.  On a busy machine a timer's function may fall in many windows."""
+    first = trace()
+    if not any(LIMITS.problem(name, found) for name, found in first.items()):
+        return first
+    again = trace()
+    both = {name: sorted({*found.places} & {*again[name].places}) for name, found in first.items()}
+    return {name: Found(len(places), places) for name, places in both.items()}
 
 
 @pytest.mark.parametrize("name", COUNTS)
