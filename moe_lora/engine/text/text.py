@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import tokenizers
 
     from moe_lora.config import EngineConfig
+    from moe_lora.core.request import ModelInfo, SamplingParams
 
     from .chat_template import ChatTemplates
 
@@ -136,6 +138,15 @@ class Tokenizer:
                 "server with --adapter-chat-template for adapters that bring a chat template"
             )
         return self.chat_templates.render(messages, **options)
+
+
+def with_end_tokens(sampling: SamplingParams, tokenizer: Tokenizer | None, info: ModelInfo) -> SamplingParams:
+    """The parameters with the tokenizer's end tokens, unless ignored."""
+    if tokenizer is None or sampling.ignore_eos:
+        return sampling
+    known = {*info.eos_token_ids, *sampling.stop_token_ids}
+    more = tuple(i for i in tokenizer.eos_token_ids if i not in known and i < info.vocab_size)
+    return replace(sampling, stop_token_ids=sampling.stop_token_ids + more) if more else sampling
 
 
 def load_tokenizer(model_dir: str | Path, chat: ChatSettings = UNCHANGED_CHAT) -> Tokenizer | None:
