@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,10 @@ REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 6
 LONG_WINDOW_TOKENS = 32
 MOST_CUTS = 8
+_PLAIN = {*range(33, 127), *range(161, 173), *range(174, 256)}
+_BYTES = {chr(one): one for one in _PLAIN}
+_BYTES |= {chr(256 + place): one for place, one in enumerate(one for one in range(256) if one not in _PLAIN)}
+"""Characters of byte-level vocabularies -> bytes, as in GPT-2."""
 
 
 class Tokenizer:
@@ -104,6 +108,26 @@ class Tokenizer:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         # `encode` keeps Python's lock for the whole text.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    @cached_property
+    def _anchor(self) -> tuple[list[int], int]:
+        """Tokens before another token, and the length of their text."""
+        ids = self.encode("a", add_special_tokens=False)
+        return ids, len(self.decode(ids, skip_special_tokens=False))
+
+    def token_text(self, token_id: int) -> str:
+        """The token's text behind other text: decoders strip a leading space at a text's start."""
+        ids, num_chars = self._anchor
+        return self.decode([*ids, token_id], skip_special_tokens=False)[num_chars:]
+
+    def part_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token with a part of a character, by its name in the vocabulary."""
+        name = self.backend.id_to_token(token_id) or ""
+        if name.startswith("<0x") and name.endswith(">"):
+            return bytes.fromhex(name[3:-1])
+        if _BYTES.keys() >= {*name}:
+            return bytes(map(_BYTES.__getitem__, name))
+        return REPLACEMENT.encode()
 
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token ids of each word, also after a space if the first token then differs (as in vLLM)."""
