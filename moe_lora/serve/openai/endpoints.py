@@ -420,6 +420,7 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
         watch=form.watch,
         source=source,
         grammar_field=prepared.grammar_field,
+        stop_token_ids=body.stop_token_ids or (),
         renamed=body.renamed,
     )
     request_id = f"{form.id_prefix}{name_request(request, body.request_id)}"
