@@ -54,7 +54,7 @@ def add_calls_or_format(given: Any, rules: TagRules) -> str:
     if fields["tool_format"] == HARMONY:
         final = rules.literal(f"<|channel|>final{MESSAGE}")
         return f"{add_forced_call([_free(functions)], rules)} | {final} {answer}"
-    if kind.LEADS:  # marks of one object would be read before the other's
+    if kind.LEADS:  # a lazy brace of a call excludes an object of the format
         call = rules.rule(" | ".join(rules.within("call", one) for one in _free(functions)))
         return f"({rules.opened(kind.OPEN[0])})? {call} (/\\s*;\\s*/ {call})* | {answer}"
     tags = [tag for function in _free(functions) for tag in _tags(kind, function, rules)]
