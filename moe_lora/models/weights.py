@@ -132,7 +132,7 @@ def linear_weight_map(spec: ModelSpec) -> WeightMap:
 def _mapped(
     spec: ModelSpec, form: Callable[[Family, str], tuple[Place, ...]], checkpoint: Container[str] = ()
 ) -> WeightMap:
-    family = family_named(spec.shape.family).named_in(checkpoint)
+    family = family_named(spec.shape.family).named_in(checkpoint, spec.tie_word_embeddings)
     norm = _plus_one if spec.norm_offset else None
     weights: WeightMap = {
         "embedding": [Piece(family.embedding)],
