@@ -179,11 +179,11 @@ def _module_pair(
 
 def _dense_pairs(layer: _Layer, family: Family, front: str) -> Iterable[PlainPair]:
     for place in (*family.attention, *family.adapted, *family.beside):
-        if place.form != "matrix" or place.is_split:
+        pair = layer.dense.get((place.site, place.modules[0]))
+        if pair is None or place.form != "matrix" or place.is_split:
             continue
-        held = [layer.dense.pop((place.site, module), None) for module in place.modules]
-        if (pair := held[0]) is None:
-            continue
+        for module in place.modules:
+            del layer.dense[place.site, module]
         blocks = [pair.expands[pair.modules.index(module)][0] for module in place.modules]
         a, b = pair.shrink[0], torch.cat(blocks, dim=1).t()
         is_parameter = place.optional_linear
