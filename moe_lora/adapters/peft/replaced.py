@@ -24,7 +24,7 @@ from moe_lora.families import model_spec
 
 from .base import base_tensor, one_place, resized
 from .config import AdapterConfig
-from .names import OuterPaths, outer_path, without_wrappers
+from .names import OuterPaths, outer_path, stranger, without_wrappers
 from .places import FLOATS, PlaceMap, Shaped, no_floats
 
 if TYPE_CHECKING:
@@ -137,6 +137,8 @@ def _keys(tensors: Mapping[str, Shaped], places: PlaceMap, where: str) -> dict[t
         if parts is None or parts["path"].endswith((".base_layer", ".original_module")):
             continue
         path = outer_path(parts["path"], places.layer_prefix, places.outer)
+        if path not in places.outer and parts["tokens"]:
+            raise AdapterError(f"{where}: {key}: {stranger(key)}")
         if path not in places.outer:
             continue
         site = places.outer._fields[places.outer.index(path)]

@@ -133,6 +133,13 @@ MANGLED = {
         {},
         "lm",
     ),
+    "rows by another name": ("tokens", also(TOKENS.replace("embed_tokens", "wte"), 3, 32), {}, r"wte\.token"),
+    "rows by another name alone": (
+        "tokens",
+        lambda tensors: {key.replace("embed_tokens", "wte"): one for key, one in tensors.items()},
+        {},
+        r"wte\.token_adapter\.trainable_tokens_delta: trained rows",
+    ),
     "a token twice": ("tokens", None, {"trainable_token_indices": [5, 5, 71]}, "different tokens"),
     "a token beyond": ("tokens", None, {"trainable_token_indices": [5, 0, 96]}, "different tokens"),
     "a negative token": ("tokens", None, {"trainable_token_indices": [5, 0, -1]}, "trainable_token_indices"),
