@@ -14,6 +14,7 @@ from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.adapters.registry.base_model import model_shape
 from moe_lora.cli.main import main
+from moe_lora.core.errors import AdapterError
 from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas
 from tests.adapters.peft.test_outer_sites import outer_adapter
 from tests.families import make_adapter, save_random, tiny_config
@@ -56,6 +57,14 @@ def test_names_of_a_multimodal_class_in_the_config_are_as_peft_reads_them(case, 
     adapter, shape = make_adapter(FAMILY, base, tmp_path / "a", **config), model_shape(base)
     found = packed_deltas(read_adapter(adapter, shape, torch.float32, base_dir=base), shape)
     assert_same_deltas(found, peft_deltas(FAMILY, base, adapter))
+
+
+def test_a_missing_module_is_named_as_in_the_file(base, tmp_path):
+    adapter = make_adapter(FAMILY, base, tmp_path / "a", target_modules=["q_proj", "v_proj"])
+    tensors = load_file(adapter / WEIGHTS_FILE)
+    save_file({key: one for key, one in tensors.items() if Q_PROJ not in key}, adapter / WEIGHTS_FILE)
+    with pytest.raises(AdapterError, match=rf"no tensors for {Q_PROJ}, "):
+        read_adapter(adapter, model_shape(base), torch.float32)
 
 
 def converted(source, target, base):
