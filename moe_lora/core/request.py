@@ -206,7 +206,8 @@ class GenerateRequest:
     seed; limits count them.  adapter_version, adapter_content: required of the adapter; None: the current
     ones.  held: compute all known tokens but the last, report by an output without tokens, and wait for a
     resume. awaits_kv: held, without computation: KV arrives from the former instance; an output reports
-    allocated pages.  prefill_only: held after the first token, until a move or a resume.
+    allocated pages.  prefill_only: held after the first token, until a move or a resume; an output without
+    tokens reports the first of several steps.
 
     tenant, share: owner and weight for fairness (`policies.admission.fairness`).  priority: within the
     tenant; lower goes first; from BACKGROUND on after all tenants.  cache_salt: requests of the same salt

@@ -234,7 +234,9 @@ def indexed(model_dir: Path) -> dict[str, Path] | None:
     if (model_dir / SINGLE_NAME).exists() or not path.exists():
         return None
     try:
-        return {key: model_dir / str(name) for key, name in read_json_file(path)["weight_map"].items()}
+        places = read_json_file(path)["weight_map"]
+        files = {name: model_dir / str(name) for name in places.values()}
+        return {key: files[name] for key, name in places.items()}
     except (AttributeError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not an index with a weight_map: {error!r}") from error
 

@@ -7,6 +7,7 @@ import json
 import math
 import mmap
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -46,7 +47,7 @@ class Checkpoint:
         self._files: dict[Path, Any] = {}
         self._mappings: dict[Path, MappedFile] = {}
         self._readers = ThreadPoolExecutor(_NUM_READERS, "checkpoint")
-        self._reads: list[Future[None]] = []
+        self._reads: defaultdict[str, list[Future[None]]] = defaultdict(list)
         found = indexed(model_dir)
         if found is not None:
             self.file_of = found
@@ -109,11 +110,11 @@ class Checkpoint:
             raise ConfigError(f"{path} does not hold {key!r}, which {INDEX_NAME} places there") from error
 
     def read_into(self, piece: Piece, out: torch.Tensor) -> bool:
-        """True if the piece's whole tensor goes into `out`, at the latest before `release` returns."""
+        """True if the piece's whole tensor goes into `out`, at the latest before its `release` returns."""
         file = self._mapped(self.file_of[piece.key])
         if piece.transform is not None or not file.fits(piece.key, out):
             return False
-        self._reads.append(self._readers.submit(file.read_into, piece.key, out))
+        self._reads[piece.key].append(self._readers.submit(file.read_into, piece.key, out))
         return True
 
     def will_read(self, pieces: Iterable[Piece]) -> None:
@@ -122,10 +123,10 @@ class Checkpoint:
             self._mapped(path).will_read(keys)
 
     def release(self, pieces: Iterable[Piece]) -> None:
-        """Wait for all reads, and free the tensors' mapped pages."""
-        while self._reads:
-            self._reads.pop().result()
+        """Wait for the tensors' reads, and free their mapped pages."""
         for path, keys in self._by_file(pieces).items():
+            for read in (read for key in keys for read in self._reads.pop(key, ())):
+                read.result()
             self._mapped(path).release(keys)
 
     def _by_file(self, pieces: Iterable[Piece]) -> dict[Path, list[str]]:

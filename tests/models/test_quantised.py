@@ -229,7 +229,7 @@ def one_peak(work):
     return most[0] - before, made
 
 def peak(work):
-    # Threads, imports and Python's own objects only add to it, by chance: the least of three runs is the work's.
+    # Threads and imports only add to it, by chance: the least of three runs is the work's.
     (least, made), *more = (one_peak(work) for _ in range(3))
     return min(least, *(most for most, _ in more)), made
 
