@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor names in an adapter's file, without known wrapper prefixes.
 
-PEFT matched the config with or without wrappers, so both readings are kept.  Without wrappers the file's own
-name is the only reading, also below a multimodal class.
+PEFT matched the config with or without wrappers, so both readings are kept.
 """
 
 from __future__ import annotations

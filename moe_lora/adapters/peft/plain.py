@@ -66,7 +66,7 @@ class _Layer:
 
 
 def family_by_names(layers: Sequence[Sequence[Pair]], shape: ModelShape) -> Family:
-    """The family, with the names of the multimodal class if the source's tensors have these names."""
+    """The family, with a multimodal class's names if the source has them."""
     family = family_named(shape.family)
     keys = [f".{without_wrappers(pair.source)}" for pairs in layers for pair in pairs]
     for text, front in (*NAME_ORDERS, THINKER):

@@ -216,8 +216,7 @@ def rope_by_window(config: ConfigJson, theta: float, local: float | None = None)
     """Fields of `ModelSpec`: frequencies of the sliding layers, then of the full layers.
 
     theta: of a config without rope_theta.  local: base of the sliding layers without rope_parameters; None:
-    that of the full layers.  rope_scaling is of the full layers, as are rope_parameters without a section per
-    kind of layer, which transformers 5 wrote first.
+    that of the full layers.  rope_scaling, and rope_parameters without kinds, are of the full layers.
     """
     given = config.section("rope_parameters")
     if given:

@@ -11,7 +11,7 @@ from moe_lora.core.errors import ConfigError
 _MISSING: Any = object()
 _TIED_INSIDE = ("qwen2_vl", "qwen2_5_vl", "glm4v_moe")
 _TIED_BY_TEXT = ("mistral3", "kimi_k25")
-"""Models whose class writes tie_word_embeddings=true for the whole, beside a head of its own."""
+"""Classes that write true beside a head of its own."""
 TEXT_SECTIONS = ("text_config", "thinker_config")
 """Sections of a multimodal config.json with keys of the language model."""
 LARGEST = 1e30
@@ -21,8 +21,8 @@ LARGEST = 1e30
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's keys of a multimodal config.json.
 
-    tie_word_embeddings is of the whole model; models in _TIED_INSIDE are tied by either key, and in
-    _TIED_BY_TEXT by the language model's key if stated.
+    tie_word_embeddings is of the whole model; in _TIED_INSIDE either key ties, in _TIED_BY_TEXT the language
+    model's.
     """
     thinker = config.get("thinker_config")
     whole = {**config, **thinker} if isinstance(thinker, Mapping) else config

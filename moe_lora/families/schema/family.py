@@ -331,8 +331,7 @@ class Family:
     def named_in(self, checkpoint: Container[str], tied: bool = False) -> Family:
         """The family with its names in the checkpoint: multimodal or not.
 
-        tied: a checkpoint of the head alone has the embedding under the head's name, as
-        safetensors.torch.save_model writes it.
+        tied: the head's tensor is the embedding if alone, as safetensors.torch.save_model writes.
         """
         found = self
         for text, front in (*NAME_ORDERS, THINKER):
