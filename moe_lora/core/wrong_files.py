@@ -241,6 +241,22 @@ def indexed(model_dir: Path) -> dict[str, Path] | None:
         raise ConfigError(f"{path} is not an index with a weight_map: {error!r}") from error
 
 
+def weight_files(model_dir: Path) -> list[Path]:
+    """Files of a checkpoint without an index.  Raises ConfigError without a file, or for missing shards."""
+    single = model_dir / SINGLE_NAME
+    paths = [single] if single.exists() else sorted(model_dir.glob("*.safetensors"))
+    if not paths:
+        why = pickle_problem(model_dir) or other_content(model_dir)
+        why = why or "convert the checkpoint with save_pretrained"
+        raise ConfigError(f"{model_dir} has no *.safetensors; {why}")
+    if not single.exists() and (absent := missing_shards([path.name for path in paths])):
+        raise ConfigError(
+            f"{model_dir} is incomplete: {listed(absent)} of its shards do not exist; download the missing "
+            "shards"
+        )
+    return paths
+
+
 def _instead(model_dir: Path) -> str:
     if (model_dir / "adapter_config.json").is_file():
         return "; this one is of an adapter: give its base model, and the adapter by --lora-modules"

@@ -19,15 +19,12 @@ from safetensors import SafetensorError, safe_open
 from moe_lora.core.errors import AdapterError, ConfigError
 from moe_lora.core.wrong_files import (
     INDEX_NAME,
-    SINGLE_NAME,
     file_content,
     header_entries,
     indexed,
     listed,
-    missing_shards,
     open_file,
-    other_content,
-    pickle_problem,
+    weight_files,
 )
 
 from .stored_weight import StoredWeight, scheme_of
@@ -61,7 +58,7 @@ class Checkpoint:
                     f"{'does' if len(absent) == 1 else 'do'} not exist; download the missing shards"
                 )
         else:
-            files = {path: list(self._open(path).keys()) for path in self._without_index()}
+            files = {path: list(self._open(path).keys()) for path in weight_files(model_dir)}
             self.file_of = {key: path for path, keys in files.items() for key in keys}
         self.scheme = scheme_of(config or {}, self._metadata)
 
@@ -87,20 +84,6 @@ class Checkpoint:
         except ValueError as error:
             raise ConfigError(f"{piece.key} in {self.model_dir} can't be read: {error}") from error
         return made
-
-    def _without_index(self) -> list[Path]:
-        single = self.model_dir / SINGLE_NAME
-        paths = [single] if single.exists() else sorted(self.model_dir.glob("*.safetensors"))
-        if not paths:
-            why = pickle_problem(self.model_dir) or other_content(self.model_dir)
-            why = why or "convert the checkpoint with save_pretrained"
-            raise ConfigError(f"{self.model_dir} has no *.safetensors; {why}")
-        if not single.exists() and (absent := missing_shards([path.name for path in paths])):
-            raise ConfigError(
-                f"{self.model_dir} is incomplete: {listed(absent)} of its shards do not exist; download the "
-                "missing shards"
-            )
-        return paths
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:

@@ -13,9 +13,9 @@ from torchao.quantization import Float8Tensor
 from torchao.quantization.granularity import PerBlock, PerRow
 
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.wrong_files import SINGLE_NAME
 from moe_lora.kernels import quantised
 from moe_lora.models import loader
-from moe_lora.models.checkpoint import SINGLE_NAME
 from moe_lora.models.loader import load_model
 from moe_lora.models.quantised_weight import QuantisedWeight, quantisation_of
 from tests.families import (
