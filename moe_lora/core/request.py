@@ -70,7 +70,7 @@ def _texts(value: Any) -> tuple[str, ...]:
 def token_ids(value: Any) -> tuple[int, ...]:
     """A list, array or tensor of whole numbers as ints.  Raises TypeError."""
     found = tuple(value.tolist() if hasattr(value, "tolist") else value)
-    if isinstance(value, (bytes, bytearray)) or bool in map(type, found):
+    if isinstance(value, (bytes, bytearray, Mapping)) or bool in map(type, found):
         raise TypeError
     return tuple(map(index, found))
 
