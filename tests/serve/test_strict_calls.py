@@ -222,6 +222,27 @@ def test_a_format_beside_tools_without_a_shape_of_calls_is_refused_by_both_names
     assert (error.value.status, error.value.param) == (400, "response_format")
 
 
+def test_an_error_beside_a_format_names_the_tool_or_both():
+    unique = {"type": "array", "uniqueItems": True}
+    wide = {f"{number:03}".ljust(60, "x"): {"enum": [*range(60)]} for number in range(300)}
+    for given, words, param in (
+        ({"a": unique}, r"^tools: function 'f': .*uniqueItems", "tools"),
+        (wide, r"^response_format beside tools: the grammar has \d+ characters", "response_format"),
+    ):
+        tools = [tool(name, {"type": "object", "properties": given}, strict=True) for name in "fgh"]
+        with pytest.raises(ApiError, match=words) as error:
+            grammar_of(tokenizer_with([]), parsed_by("hermes"), tools=tools, **FORMATS["json_schema"][0])
+        assert (error.value.status, error.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if parser_class(name).SHAPES])
+def test_many_free_tools_fit_beside_a_format(name):
+    tools = [tool(f"do_{number}".ljust(40, "x"), {"type": "object"}, strict=False) for number in range(128)]
+    names = {one["function"]["name"]: {} for one in tools}
+    parsers = AnswerParsers(tool_format=name, tools=names, reasoning="harmony" if name == "harmony" else "")
+    assert grammar_of(tokenizer_with([]), parsers, tools=tools, **FORMATS["json_schema"][0])
+
+
 HIDDEN = "<|x|>"
 
 

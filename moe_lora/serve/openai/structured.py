@@ -169,7 +169,11 @@ def checked_grammar(asked: BodyGrammar) -> str:
     try:
         return in_child(make)
     except ValueError as error:
-        raise bad_request(f"{asked.field}: {error}", asked.field) from error
+        field = name = asked.field
+        if asked.kind == EITHER:
+            is_tool = str(error).startswith("function ")
+            field, name = ("tools", "tools") if is_tool else (field, f"{field} beside tools")
+        raise bad_request(f"{name}: {error}", field) from error
 
 
 def in_child(make: Callable[[], str]) -> str:
