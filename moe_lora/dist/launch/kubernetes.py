@@ -36,7 +36,7 @@ _UNREAD_S = 5
 _PROBED = {ALIVE: f"{STATE}/alive", READY: f"{STATE}/ready"}
 """A controller sets the times of these files."""
 _LEASE_S = 7.0
-"""Duration of the leader's Lease: with a recovery of 2 s, the next leader decides within 10 s."""
+"""Duration of the leader's Lease; a recovery of 2 s follows."""
 _STOP_S = 30
 """Time of a role to end, beside a front end's drain."""
 
@@ -201,7 +201,7 @@ def _of_controller(command: Sequence[str]) -> dict[str, Any]:
     def recent(variable: str) -> dict[str, Any]:
         return {"exec": {"command": ["sh", "-c", f'test -n "$(find {_PROBED[variable]} -mmin -1)"']}}
 
-    # The files of a former container of the pod are there still.
+    # A former container leaves its files.
     anew = f'rm -f {" ".join(_PROBED.values())}; exec "$@"'
     return {
         "command": ["sh", "-c", anew, "sh", *command],

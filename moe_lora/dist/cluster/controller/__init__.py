@@ -7,10 +7,8 @@ import os
 from pathlib import Path
 
 ALIVE, READY = "MOE_LORA_ALIVE", "MOE_LORA_READY"
-"""Variables with paths of files.  A live controller sets the time of the first.
-
-A leader, or a standby with an answer of the store, sets the time of the second.
-"""
+"""Variables with paths of files.  A live controller sets the first's time.  A leader, or a standby with an
+answer of the store, sets the second's."""
 
 
 def set_times(*variables: str) -> None:
