@@ -11,7 +11,7 @@ from moe_lora.core.errors import ConfigError
 _MISSING: Any = object()
 _TIED_INSIDE = ("qwen2_vl", "qwen2_5_vl", "glm4v_moe")
 TEXT_SECTIONS = ("text_config", "thinker_config")
-"""Sections of a multimodal config.json with keys of the language model."""
+"""Multimodal sections with keys of the language model."""
 LARGEST = 1e30
 """Limit of numbers, so that no formula overflows."""
 
@@ -36,8 +36,8 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 class ConfigJson:
     """A config.json.  A dot in a key reads a section, and null counts as absent.
 
-    Several keys are spellings of one option.  Methods raise ConfigError, with the key, for a missing value
-    without a default, and for another type.
+    Several keys are spellings of one option.  Methods raise ConfigError, with the key, for another type, or a
+    missing value without a default.
     """
 
     def __init__(self, content: Mapping[str, Any], section: str = "") -> None:
