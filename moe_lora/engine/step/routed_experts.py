@@ -62,8 +62,8 @@ class ExpertRecord(PromptRecord):
     Each output has the experts of tokens not reported so far.
     """
 
-    def __init__(self, request: GenerateRequest) -> None:
-        super().__init__(request)
+    def __init__(self, request: GenerateRequest, vocab_size: int) -> None:
+        super().__init__(request, vocab_size)
         self._num_reported: int | None = None
         self._parts: list[_Part] = []
         if request.generated:
@@ -72,7 +72,6 @@ class ExpertRecord(PromptRecord):
     def _end_prompt(self) -> None:
         self.num_top, self.num_scored, self.wants_hidden, self.hidden = None, 0, False, None
         self._scores.clear()
-        self._latest.clear()
 
     def add_experts(self, start: int, num_tokens: int, copy: HostCopy, first_row: int) -> None:
         self._parts.append(_Part(start, start + num_tokens, copy, first_row))
