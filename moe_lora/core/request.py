@@ -21,10 +21,8 @@ MAX_LOGPROBS = 20
 MAX_LOGPROB_IDS = 128
 NO_TOKEN = -1
 """Fills short rows of `prompt_logprob_token_ids`."""
-MAX_EXPERT_BYTES = 32 << 20
-"""Experts of a prompt, in one message of at most twice the size."""
-MAX_SCORE_BYTES = 32 << 20
-"""Log probabilities of a prompt, likewise."""
+MAX_REPORT_BYTES = 32 << 20
+"""Experts or log probabilities of a prompt, in one message of at most twice the size."""
 MAX_LOGIT_BIAS = 100.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 100.0  # quotients are finite in float32
 UNFOLLOWABLE = "no token can follow"

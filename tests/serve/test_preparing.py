@@ -441,7 +441,7 @@ def test_choices_and_tokens_of_a_request_are_bounded_but_for_one_choice(tokenize
 
 
 def test_log_probabilities_of_a_prompt_fit_a_message(tokenizer, monkeypatch):
-    monkeypatch.setattr(preparing, "MAX_SCORE_BYTES", 8 * 3 * 4)
+    monkeypatch.setattr(preparing, "MAX_REPORT_BYTES", 8 * 3 * 4)
     bodies = [{"prompt": [[5], [5] * num], "prompt_logprobs": 2, "max_tokens": 1} for num in (4, 5)]
     fits, large = prepare([(CompletionRequest, one) for one in bodies], tokenizer)
     assert len(fits.prompts) == 2

@@ -44,22 +44,21 @@ class PromptRecord:
         self.first_scored = self._first_listed if self.num_top is None else 0
         self.num_scored = 0 if self.num_top is None and not self._listed else len(self.prompt) - 1
         self._width = vocab_size if self.num_top == -1 else min(self.num_top or 0, vocab_size)
-        num_bytes = 8 * self.num_scored * (1 + self._width)
-        if num_bytes > MAX_BYTES:
-            what = f"the prompt's log probabilities have {num_bytes} bytes, more than {MAX_BYTES}"
+        if (num_bytes := 8 * self.num_scored * (1 + self._width)) > MAX_BYTES:
+            what = f"prompt_logprobs has {num_bytes} bytes, more than {MAX_BYTES}"
             raise ValueError(f"{what}; shorten the prompt, or lower prompt_logprobs")
         self.wants_hidden = sampling.hidden_state
         self.hidden: HostCopy | None = None
-        self._scores: dict[int, tuple[_Chunk, int]] = {}
+        self._scores: dict[int, tuple[LogprobReport, LogprobReport | None, int]] = {}
 
     def listed(self, position: int) -> tuple[int, ...]:
         """Token ids to score here."""
         place = position - self._first_listed
         return self._listed[place] if 0 <= place < len(self._listed) else ()
 
-    def add(self, position: int, chunk: _Chunk, row: int) -> None:
-        """The token after this position has the scores of the chunk's row."""
-        self._scores[position] = chunk, row
+    def add(self, position: int, report: LogprobReport, listed: LogprobReport | None, row: int) -> None:
+        """The token after this position has the scores of the row, and of its listed tokens."""
+        self._scores[position] = report, listed, row
 
     def report(self, sequence: Sequence) -> PromptReport:
         """The report beside the first token ends the record."""
@@ -71,7 +70,7 @@ class PromptRecord:
         scores, hidden = None, None
         if self.num_top is not None:
             found = (self._scores[position] for position in range(self.num_scored))
-            scores = self._width, b"".join(chunk.report.rows[row] for chunk, row in found)
+            scores = self._width, b"".join(report.rows[row] for report, _, row in found)
         if self.hidden is not None:
             hidden = self.hidden.read().numpy().astype("<f4").tobytes()
         return PromptReport(scores, hidden, self._id_logprobs() if self._listed else None)
@@ -79,18 +78,11 @@ class PromptRecord:
     def _id_logprobs(self) -> bytes:
         found = np.full((len(self._listed), max(map(len, self._listed))), -np.inf, dtype="<f4")
         for place, ids in enumerate(self._listed):
-            chunk, row = self._scores[self._first_listed + place]
-            if chunk.listed is not None:
-                scores = chunk.listed.rows[row][1 : 1 + len(ids)].view(np.float32)
+            _, listed, row = self._scores[self._first_listed + place]
+            if listed is not None:
+                scores = listed.rows[row][1 : 1 + len(ids)].view(np.float32)
                 found[place, : len(ids)] = np.where(np.array(ids) == NO_TOKEN, -np.inf, scores)
         return found.tobytes()
-
-
-class _Chunk(NamedTuple):
-    """Scores of some rows, and of their listed tokens."""
-
-    report: LogprobReport
-    listed: LogprobReport | None
 
 
 class _Scored(NamedTuple):
@@ -161,9 +153,9 @@ class PromptRows:
         logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
         ids = [record.listed(position) for record, position in scored]
         listed = LogprobReport(logprobs_NV, targets_N, [0] * len(ids), ids) if any(ids) else None
-        chunk = _Chunk(LogprobReport(logprobs_NV, targets_N, num_top), listed)
+        report = LogprobReport(logprobs_NV, targets_N, num_top)
         for row, (record, position) in enumerate(scored):
-            record.add(position, chunk, row)
+            record.add(position, report, listed, row)
 
 
 def prompt_rows(plan: Seq[Scheduled[Sequence]]) -> PromptRows | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from msgspec import structs
 
-from moe_lora.core.request import MAX_EXPERT_BYTES, GenerateRequest, PromptReport
+from moe_lora.core.request import MAX_REPORT_BYTES, GenerateRequest, PromptReport
 from moe_lora.engine.sequence import Sequence
 from moe_lora.models.causal_lm import CausalLM, LayerForward
 from moe_lora.models.mlp import MoeMlp
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 def check_experts(num_prompt: int, shape: ModelShape) -> None:
-    """Raises ValueError for a dense model, and for a prompt above MAX_EXPERT_BYTES."""
+    """Raises ValueError for a dense model, and for a prompt above MAX_REPORT_BYTES."""
     if not shape.num_experts:
         raise ValueError("routed_experts needs a model with experts, and this model is dense; leave it out")
     token_bytes = shape.expert_bytes
-    if num_prompt * token_bytes > MAX_EXPERT_BYTES:
+    if num_prompt * token_bytes > MAX_REPORT_BYTES:
         what = f"routed_experts of a prompt of {num_prompt} tokens has {num_prompt * token_bytes} bytes, and "
-        what += f"one message carries {MAX_EXPERT_BYTES}; send at most {MAX_EXPERT_BYTES // token_bytes} "
+        what += f"one message carries {MAX_REPORT_BYTES}; send at most {MAX_REPORT_BYTES // token_bytes} "
         raise ValueError(f"{what}tokens, or leave it out")
 
 

@@ -278,7 +278,7 @@ class LogprobReport:
         for row, num in enumerate(num_top):
             wide = None if listed and listed[row] else vocab if num < 0 else min(num, vocab)
             rows_of.setdefault(wide, []).append(row)
-        self._copies = list[tuple[list[int], HostCopy]]()
+        self._parts = list[tuple[list[int], HostCopy]]()
         for num, rows in rows_of.items():
             of = slice(None) if len(rows_of) == 1 else sent(rows, logprobs_RV)
             if num is None:
@@ -289,10 +289,11 @@ class LogprobReport:
             else:
                 values, ids = logprobs_RV[of].topk(num)
             scores = torch.cat([chosen[of], values], 1).view(torch.int32)
-            self._copies.append((rows, HostCopy(torch.cat([scores, position[of], ids.int()], 1))))
+            self._parts.append((rows, HostCopy(torch.cat([scores, position[of], ids.int()], 1))))
 
     @cached_property
     def rows(self) -> dict[int, Any]:
         """Content of `token_logprobs` for each row, an array; waits for the device."""
-        read = ((rows, copy.read().numpy()) for rows, copy in self._copies)
-        return {row: one for rows, found in read for row, one in zip(rows, found, strict=True)}
+        return {
+            n: one for rows, copy in self._parts for n, one in zip(rows, copy.read().numpy(), strict=True)
+        }

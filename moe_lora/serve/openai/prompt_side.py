@@ -199,12 +199,11 @@ class PromptCompletion(CompletionFormat):
         self._offsets[index] = len(text)
         yield {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
         num = self._prepared.sampling.logprobs or 0
-        all_ids, all_scores = [*prompt[1:], *token_ids], chain(scores, logprobs)
+        all_ids, found = [*prompt[1:], *token_ids], chain(scores, logprobs)
         num_cut = len(prompt) - 1  # the report may have more likely tokens
         for start in range(0, len(all_ids), SLICE_TOKENS):
             part = range(start, min(start + SLICE_TOKENS, len(all_ids)))
-            kept = zip(part, all_scores, strict=False)
-            cut = [structs_top(one, num) if place < num_cut else one for place, one in kept]
+            cut = [structs_top(one, num) if n < num_cut else one for n, one in zip(part, found, strict=False)]
             yield super().logprobs(index, [all_ids[one] for one in part], cut)
 
 

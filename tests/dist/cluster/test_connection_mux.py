@@ -10,7 +10,7 @@ from msgspec import Raw
 
 from moe_lora.core.errors import CapacityError, EngineDeadError
 from moe_lora.core.request import (
-    MAX_EXPERT_BYTES,
+    MAX_REPORT_BYTES,
     GenerateRequest,
     PromptReport,
     SamplingParams,
@@ -113,7 +113,7 @@ def test_two_lines_may_use_the_same_ids(two):
 
 
 def test_experts_of_prompts_that_end_together_go_in_messages_of_their_own(two):
-    experts = PromptReport(experts=(94, 8, bytes(MAX_EXPERT_BYTES)))
+    experts = PromptReport(experts=(94, 8, bytes(MAX_REPORT_BYTES)))
     for request_id in ("a", "b", "c"):
         two.ask("one", request_id)
     outputs = [

@@ -188,7 +188,7 @@ def test_scores_beyond_the_memory_are_refused(served, monkeypatch):  # noqa: F81
     monkeypatch.setattr(prompt_reports, "MAX_BYTES", 8 * 97 * 4)
     whole, prompt = replace(SCORED, prompt_logprobs=-1), max(make_prompts(), key=len)
     with LLM(served("llama").model_dir, dtype="float32", eager=True) as llm:
-        with pytest.raises(ValueError, match="have 3880 bytes, more than 3104; shorten the prompt"):
+        with pytest.raises(ValueError, match="prompt_logprobs has 3880 bytes, more than 3104; shorten"):
             llm.generate([prompt[:6]], None, whole)
         [found] = llm.generate([prompt[:5]], None, whole)
     assert len(found.prompt_logprobs) == 5

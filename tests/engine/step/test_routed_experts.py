@@ -87,16 +87,12 @@ class OneScore:
 
     rows: ClassVar[dict[int, bytes]] = {0: b"onescore"}
 
-    @property
-    def report(self) -> OneScore:
-        return self
-
 
 def test_a_prompts_report_keeps_nothing_for_the_answer():
     sampling = replace(NOTED, prompt_logprobs=0, hidden_state=True)
     request = GenerateRequest(request_id="one", prompt_token_ids=(5, 9), sampling=sampling)
     record, scores, hidden = ExpertRecord(request, 128), OneScore(), HostCopy(torch.zeros(4))
-    record.add(0, scores, 0)
+    record.add(0, scores, None, 0)
     record.hidden = hidden
     record.add_experts(0, 2, HostCopy(torch.ones(2, 3, 1, dtype=torch.int16)), 0)
     sequence = Sequence(request, None, arrival_s=0.0, limit_tokens=8, seed=None)
@@ -134,7 +130,7 @@ def test_a_dense_model_has_no_experts(served):  # noqa: F811
 
 
 def test_a_prompt_with_more_experts_than_a_message_carries_is_refused(served, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("moe_lora.engine.step.routed_experts.MAX_EXPERT_BYTES", 23)
+    monkeypatch.setattr("moe_lora.engine.step.routed_experts.MAX_REPORT_BYTES", 23)
     with LLM(served("qwen3_moe").model_dir, dtype="float32", eager=True) as llm:
         [report] = llm.generate([[5, 9]], None, NOTED)
         assert report.routed_experts.shape[1:] == (2, 2)
