@@ -180,11 +180,10 @@ def convert(source: Path, target: Path, model_dir: Path, initial: Path | None) -
     """
     from moe_lora.adapters.peft.base_weights import check_copies_in
     from moe_lora.adapters.peft.files import read_json
-    from moe_lora.adapters.peft.plain import plain_pairs, without_initial, write_plain
+    from moe_lora.adapters.peft.plain import family_by_names, plain_pairs, without_initial, write_plain
     from moe_lora.adapters.peft.reader import read_adapter, read_pairs
     from moe_lora.adapters.registry.base_model import model_shape
     from moe_lora.core.errors import AdapterError, shown
-    from moe_lora.families import family_named
 
     shape = model_shape(model_dir)
     layers, found = read_pairs(source, shape, subtracts=initial is not None, base_dir=model_dir)
@@ -198,13 +197,14 @@ def convert(source: Path, target: Path, model_dir: Path, initial: Path | None) -
                 "train it with init_lora_weights=true"
             )
         layers = without_initial(layers, read_pairs(initial, shape, subtracts=True)[0], str(initial))
-    pairs = plain_pairs(layers, shape)
+    family = family_by_names(layers, shape)
+    pairs = plain_pairs(layers, family, shape)
     kept: dict[str, Any] = {
         "base_model_name_or_path": read_json(source).get("base_model_name_or_path") or None
     }
     if found.invocation:
         kept["alora_invocation_tokens"] = list(found.invocation)
-    write_plain(pairs, target, kept, shape.num_layers, family_named(shape.family).stack)
+    write_plain(pairs, target, kept, shape.num_layers, family.stack)
     made = read_adapter(target, shape, pairs[0].a.dtype)
     click.echo(
         f"{target}: {len(pairs)} pairs, rank up to {made.max_lora_rank}, targets {' '.join(made.targets)}"

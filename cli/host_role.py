@@ -45,7 +45,7 @@ def _serve(given: argparse.Namespace) -> None:
         if given.role == "front-end":
             assemble.serve_front_end(cluster, given.name, given.listen_fd, reload)
         else:
-            assemble.serve_controller(cluster, reload)
+            assemble.serve_controller(cluster, reload, is_kept=True)
 
 
 if __name__ == "__main__":

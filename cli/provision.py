@@ -125,7 +125,7 @@ def provision(**options: Any) -> None:
 
         batch = plan.global_batch * inputs.adapter_share
         if plan.kind == "coupled":
-            batch /= plan.instances
+            batch /= plan.instances - plan.prefill_instances
         curves = iar_curves(inputs.probabilities, batch, 2 * plan.slots)
         write_plan_report(options["report"], content, lines, curves)
         click.echo(f"report: {options['report']}", err=options["as_json"])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import yaml
 
+from moe_lora.config.devices import instance_names
 from moe_lora.core.errors import CapacityError
 from moe_lora.core.progress import progress
 from moe_lora.provision.plan.checked import place_of, planned_rate
@@ -188,6 +189,8 @@ def _deployed(plan: Plan) -> Iterator[tuple[str, str]]:
     size = bytes_text(plan.bytes_per_adapter)
     prompts = given["prompts"]
     yield "Prompts", "computed by another device" if prompts is None else _prompts(plan, prompts)
+    if plan.apart:
+        yield "Prompts apart", plan.apart
     yield "Adapter", f"LoRA rank {ranks_text(plan)}: {size}, {given['adapter_form']} A for gate and up"
 
 
@@ -257,6 +260,8 @@ def deployment(plan: Plan) -> str:
     """Roles on the GPUs."""
     each = _gpus(plan.instance_gpus)
     instances = f"1 instance of {each}" if plan.instances == 1 else f"{plan.instances} instances of {each}"
+    if plan.prefill_instances:
+        instances += f", {plan.prefill_instances} of them for prompts"
     if plan.kind == "coupled":
         return f"{instances}, with {plan.slots} adapters on each"
     return f"{instances} beside a LoRA Server of {_gpus(plan.lora_server_gpus)} ({plan.layout})"
@@ -333,6 +338,8 @@ def plan_yaml(
             "capacity": plan.slots,
             "memory_gb": plan.memory_gb_per_rank,
         }
+    if plan.prefill_instances:
+        content["front_end"] = {"prefill_instances": instance_names(plan.prefill_instances)}
     held = (
         f"each instance holds {plan.slots}"
         if plan.kind == "coupled"

@@ -20,7 +20,13 @@ from moe_lora.adapters.registry.register import register_adapter
 from moe_lora.adapters.registry.registry import Registry
 from moe_lora.config import EngineConfig
 from moe_lora.config.settings import check_names, settings_of
-from moe_lora.core.errors import AdapterFailedError, ConfigError, EngineDeadError, GenerationError
+from moe_lora.core.errors import (
+    AdapterError,
+    AdapterFailedError,
+    ConfigError,
+    EngineDeadError,
+    GenerationError,
+)
 from moe_lora.core.request import (
     AdapterInfo,
     EngineStats,
@@ -32,6 +38,8 @@ from moe_lora.core.request import (
     TokenLogprobs,
     TokenOutput,
     add_run,
+    name_problem,
+    token_ids,
 )
 from moe_lora.engine.build import build_engine
 from moe_lora.engine.client.client import LoopClient
@@ -39,7 +47,7 @@ from moe_lora.engine.client.messages import Stop
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.loop import EngineLoop
 from moe_lora.engine.text.adapter_text import log_adapter_text
-from moe_lora.engine.text.text import TextDelta, TextStream, served_tokenizer
+from moe_lora.engine.text.text import TextDelta, TextStream, served_tokenizer, with_end_tokens
 from moe_lora.engine.text.tokenizer_files import log_generation_config
 
 __all__ = [
@@ -191,6 +199,8 @@ class _Engine:
 
     def __init__(self, model_dir: str, adapters: Mapping[str, str] | None = None, **settings: Any) -> None:
         check_names("", settings, settings_of(EngineConfig))
+        for name in adapters or ():
+            _check_name(name)
         config = EngineConfig(
             model_dir=str(model_dir),
             adapters=tuple(
@@ -232,6 +242,7 @@ class _Engine:
         continue.  Running requests finish on their version.  Returns once new requests use the new version.
         Raises AdapterError.
         """
+        _check_name(name)
         if isinstance(source, Mapping):
             if config is None:
                 raise ValueError(
@@ -291,8 +302,13 @@ class _Engine:
             from moe_lora.engine.text.grammars import check_grammar
 
             check_grammar(sampling.grammar)
+        try:
+            given = token_ids(prompt)
+        except TypeError as error:
+            raise ValueError(f"a prompt must be text or token ids, not {prompt!r:.100}") from error
+        sampling = with_end_tokens(sampling, self.tokenizer, self.info)
         request = GenerateRequest(
-            request_id=uuid.uuid4().hex, prompt_token_ids=tuple(prompt), sampling=sampling, adapter=adapter
+            request_id=uuid.uuid4().hex, prompt_token_ids=given, sampling=sampling, adapter=adapter
         )
         if self.tokenizer is None:
             return Answer(request, None)
@@ -420,12 +436,16 @@ def _put(outputs: _Outputs, answer: Answer, item: TokenOutput | Exception) -> No
     outputs.put((answer, item))
 
 
+def _check_name(name: str) -> None:
+    if problem := name_problem(name):
+        raise AdapterError(f"the name {name[:50]!r} {problem}")
+
+
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    given: list[Any] = [one.tolist() if hasattr(one, "tolist") else one for one in prompts]
+    return [given] if given and all(isinstance(item, int) for item in given) else given
 
 
 def _one_each(name: str, value: Any, count: int, kind: type[Item]) -> list[Any]:

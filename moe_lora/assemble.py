@@ -151,11 +151,13 @@ def _opened_registry(
     return opened_registry(cluster)
 
 
-def serve_controller(cluster: ClusterConfig, reload: Reload | None = None, name: str | None = None) -> None:
+def serve_controller(
+    cluster: ClusterConfig, reload: Reload | None = None, name: str | None = None, *, is_kept: bool = False
+) -> None:
     """Run the controller for a cluster's front ends until a signal.
 
-    name: of several controllers; runs once the controller leads.  Raises as `serve`, and without a controller
-    section.
+    name: of several controllers; runs once the controller leads.  is_kept: by `serve_host`.  Raises as
+    `serve`, and without a controller section.
     """
     from moe_lora.dist.cluster.controller.front_end_listener import run_controller
 
@@ -175,7 +177,7 @@ def serve_controller(cluster: ClusterConfig, reload: Reload | None = None, name:
             _run(run_controller(started, registry, hang_up, leader))
         return
     with _opened_registry(cluster) as (started, registry):
-        _run(run_controller(started, registry, hang_up))
+        _run(run_controller(started, registry, hang_up, is_kept=is_kept))
 
 
 def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | None = None) -> int:
@@ -186,9 +188,9 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
     """
     from moe_lora.core.host import OwnFolder, run_folder
     from moe_lora.core.processes import usable_cores
-    from moe_lora.dist.launch.cluster_file import cluster_file, on_sockets, thread_share, write_cluster
+    from moe_lora.dist.launch.cluster_file import cluster_file, on_sockets, set_front_end, thread_share
     from moe_lora.dist.launch.host_roles import roles_of, run_roles, spare_of
-    from moe_lora.dist.launch.local import local_lora_server
+    from moe_lora.dist.launch.local import OwnServer, layouts_changed, local_lora_server
     from moe_lora.serve.server import bound
 
     # Report errors once, not in each process.
@@ -198,7 +200,8 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
     async def run(folder: str, contents_dir: str) -> int:
         at_once = asyncio.Event()
         passes_on = None if reload is None else reload.passes_on
-        async with local_lora_server(cluster, at_once, passes_on) as joined:
+        own = OwnServer(passes_on)
+        async with local_lora_server(cluster, at_once, passes_on, own) as joined:
             whole = on_sockets(joined, num_front_ends, folder)
             whole = replace(whole, engine=replace(whole.engine, contents_dir=contents_dir))
             with cluster_file(whole) as file:
@@ -210,7 +213,7 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
                     if front_end is None:
                         return
                     try:
-                        write_cluster(file, replace(whole, front_end=front_end))
+                        set_front_end(file, front_end)
                     except OSError as error:
                         logger.error(
                             "processes of this server keep the settings that they have (%s): make room in "
@@ -223,7 +226,8 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
                 drain_s, dead_s = cluster.front_end.drain_s, cluster.front_end.heartbeat_dead_s
                 told = None if reload is None else pass_on
                 spare = spare_of(whole, file)
-                return 0 if await run_roles(roles, drain_s, told, at_once, dead_s, spare) else 1
+                async with layouts_changed(own, file) as at_start:
+                    return 0 if await run_roles(roles, drain_s, told, at_once, dead_s, spare, at_start) else 1
 
     async def run_in_folders() -> int:
         with OwnFolder() as folder, run_folder(cluster.engine.state_dir) as kept:

@@ -18,9 +18,8 @@ from torchao.quantization import Float8Tensor, Int8Tensor, IntxUnpackedToInt8Ten
 from torchao.quantization.granularity import PerRow
 from torchao.quantization.quantize_.workflows.int8.int8_tensor import QuantizeTensorToInt8Kwargs
 
-from moe_lora.core.wrong_files import read_config
+from moe_lora.core.wrong_files import SINGLE_NAME, read_config
 from moe_lora.families import model_spec
-from moe_lora.models.checkpoint import SINGLE_NAME
 from moe_lora.models.quantised_weight import Quantisation
 from moe_lora.models.weights import weight_map
 

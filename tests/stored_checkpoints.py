@@ -15,9 +15,8 @@ from torchao.prototype.safetensors.safetensors_support import flatten_tensor_sta
 from torchao.quantization import Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor
 from torchao.quantization.granularity import PerRow
 
-from moe_lora.core.wrong_files import read_config
+from moe_lora.core.wrong_files import SINGLE_NAME, read_config
 from moe_lora.families import model_spec
-from moe_lora.models.checkpoint import SINGLE_NAME
 from moe_lora.models.weights import HeadRows, weight_map
 
 from .families import make_checkpoint

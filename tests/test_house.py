@@ -32,7 +32,7 @@ def trace() -> Mapping[str, Found]:
 
 @pytest.fixture(scope="module")
 def traced() -> Mapping[str, Found]:
-    """Beyond a limit: places in two traces.  On a busy machine a timer's function may fall in many windows."""
+    """Beyond a limit: places in two traces.  On a busy machine a timer's function falls in many windows."""
     first = trace()
     if not any(LIMITS.problem(name, found) for name, found in first.items()):
         return first

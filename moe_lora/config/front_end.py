@@ -423,18 +423,23 @@ class ControllerConfig(Settings):
     """Address for instances to dial the controller, beside every front end."""
 
 
-STORES = ("etcd", "etcds", "sqlite")
+STORES = ("etcd", "etcds", "sqlite", "kubernetes")
+_LEASE = re.compile("[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 def split_store(setting: str, store: str) -> tuple[str, list[str], str]:
-    """Scheme, members as host:port, and key or path of a store.  Raises ConfigError."""
+    """Scheme, members (host:port, or a namespace), and key, path or Lease of a store.  Raises ConfigError."""
     scheme, separator, rest = store.partition("://")
     places, slash, path = rest.partition("/")
+    if scheme == "kubernetes" and separator:
+        if not (_LEASE.fullmatch(places) and _LEASE.fullmatch(path)):
+            raise ConfigError(f"{setting}={store!r} names no Lease; give kubernetes://NAMESPACE/NAME")
+        return scheme, [places], path
     members = places.split(",") if places else []
     if not separator or scheme not in STORES or bool(members) == (scheme == "sqlite"):
         raise ConfigError(
-            f"{setting}={store!r} names no store; give etcd://HOST:PORT,HOST:PORT or, for controllers of one "
-            "host, sqlite:///PATH"
+            f"{setting}={store!r} names no store; give etcd://HOST:PORT,HOST:PORT, in pods "
+            "kubernetes://NAMESPACE/NAME or, for controllers of one host, sqlite:///PATH"
         )
     for member in members:
         if "@" in member or parse_address(setting, member).path:
@@ -455,8 +460,8 @@ class LeadershipConfig(Settings):
 
     store: str = setting("", check=split_store, unset="must be given")
     """Store of the leader's lease: etcd://HOST:PORT,HOST:PORT/KEY with all members (etcds: TLS by the
-    cluster's certificates), or sqlite:///PATH for controllers of one host.  KEY (moe_lora) names the
-    cluster."""
+    cluster's certificates), kubernetes://NAMESPACE/NAME of a Lease, for pods, or sqlite:///PATH for
+    controllers of one host.  KEY (moe_lora) names the cluster."""
     ttl_s: float = setting(5.0, least=2)
     """Time without a renewal until another controller leads."""
     epoch: int = setting(0, in_file=False)

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import chain
+from operator import index
 from typing import Any, Literal
 
 import msgspec
@@ -75,6 +76,36 @@ class ThinkingLimit:
     closing: tuple[int, ...]
 
 
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(map(str.__str__, (value,) if isinstance(value, str) else value))
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """A list, array or tensor of whole numbers as ints.  Raises TypeError."""
+    return tuple(map(index, value.tolist() if hasattr(value, "tolist") else value))
+
+
+def _rows(value: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(token_ids, value))
+
+
+def _biases(value: Any) -> dict[int, float]:
+    return {index(token_id): bias for token_id, bias in value.items()}
+
+
+_FORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "stop": (_texts, "a string, or strings"),
+    "stop_token_ids": (token_ids, "token ids"),
+    "logprob_token_ids": (token_ids, "token ids"),
+    "prompt_logprob_token_ids": (_rows, "lists of token ids"),
+    "logit_bias": (_biases, "a bias by token id"),
+    "allowed_token_ids": (token_ids, "token ids"),
+    "bad_words": (_texts, "a string, or strings"),
+    "bad_word_ids": (_rows, "lists of token ids"),
+}
+"""Fields of `SamplingParams` with several entries -> their form, made of any sequence, and its name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Choice of the next token, and stop conditions.
@@ -95,6 +126,7 @@ class SamplingParams:
     drawn.  bad_word_ids: bad_words as token ids.  grammar: of the answer, made by `engine.text.grammars`.
     thinking: limit of the reasoning.
 
+    A list, array or tensor stands for its tuple, a string for a tuple of one, None for no entries.
     Raises ValueError naming the parameter and its allowed range.
     """
 
@@ -128,6 +160,13 @@ class SamplingParams:
     thinking: ThinkingLimit | None = None
 
     def __post_init__(self) -> None:
+        for name, (made, rule) in _FORMS.items():
+            value, default = getattr(self, name), getattr(SamplingParams, name)
+            if value is not default:
+                try:
+                    object.__setattr__(self, name, default if value is None else made(value))
+                except (AttributeError, TypeError):
+                    self._check(name, False, rule)
         self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, ">= 1")
         for name in ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
@@ -207,7 +246,8 @@ class GenerateRequest:
     seed; limits count them.  adapter_version, adapter_content: required of the adapter; None: the current
     ones.  held: compute all known tokens but the last, report by an output without tokens, and wait for a
     resume. awaits_kv: held, without computation: KV arrives from the former instance; an output reports
-    allocated pages.  prefill_only: held after the first token, until a move or a resume.
+    allocated pages.  prefill_only: held after the first token, until a move or a resume; an output without
+    tokens reports the first of several steps.
 
     tenant, share: owner and weight for fairness (`policies.admission.fairness`).  priority: within the
     tenant; lower goes first; from BACKGROUND on after all tenants.  cache_salt: requests of the same salt

@@ -234,9 +234,27 @@ def indexed(model_dir: Path) -> dict[str, Path] | None:
     if (model_dir / SINGLE_NAME).exists() or not path.exists():
         return None
     try:
-        return {key: model_dir / str(name) for key, name in read_json_file(path)["weight_map"].items()}
+        places = read_json_file(path)["weight_map"]
+        files = {name: model_dir / str(name) for name in places.values()}
+        return {key: files[name] for key, name in places.items()}
     except (AttributeError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not an index with a weight_map: {error!r}") from error
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """Files of a checkpoint without an index.  Raises ConfigError without a file, or for missing shards."""
+    single = model_dir / SINGLE_NAME
+    paths = [single] if single.exists() else sorted(model_dir.glob("*.safetensors"))
+    if not paths:
+        why = pickle_problem(model_dir) or other_content(model_dir)
+        why = why or "convert the checkpoint with save_pretrained"
+        raise ConfigError(f"{model_dir} has no *.safetensors; {why}")
+    if not single.exists() and (absent := missing_shards([path.name for path in paths])):
+        raise ConfigError(
+            f"{model_dir} is incomplete: {listed(absent)} of its shards do not exist; download the missing "
+            "shards"
+        )
+    return paths
 
 
 def _instead(model_dir: Path) -> str:

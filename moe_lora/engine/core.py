@@ -336,9 +336,9 @@ class EngineCore:
         self.transfers.settle()
         if not self.adapters.failures.reports.empty():
             self._hear_failures()
-        if self._moves is not None:
-            self._moves.tend()
         retry_s = self.adapters.bring_pinned() if self.adapters.to_bring else None
+        if self._moves is not None:
+            retry_s = self._moves.tend() or retry_s
         if not self._sequences:
             if self._notes is not None:
                 self._notes.step(set())

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from moe_lora.dist.transport.contract import Transport
     from moe_lora.engine.ranks.rank import Rank
 
+    from .prompt_kv import Prompts
+
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ SLACK_TOKENS = 256
 """Room of a window for tokens generated meanwhile."""
 STEP_BYTES = 16 << 20
 """Bytes that a target copies between steps."""
+LOOK_S = 0.005
+"""Interval of an idle target's looks at its windows."""
 _PUBLISHED = "a new version of the adapter was published during the move"
 NUM_THREADS = 4
 """Threads that put KV: a stopped target blocks a thread until the timeout."""
@@ -58,7 +62,7 @@ class Incoming:
 
 @dataclass(eq=False)
 class Outgoing:
-    """KV of num_tokens in a peer's window; the last put started at first_page."""
+    """KV of num_tokens in a peer's window; pages from first_page on were put twice.  number: counts up."""
 
     descriptor: bytes
     window: RemoteWindow
@@ -67,6 +71,7 @@ class Outgoing:
     pages: list[int] = field(default_factory=list)
     num_tokens: int = 0
     first_page: int = 0
+    number: int = 0
 
 
 class KvTransfer:
@@ -122,8 +127,8 @@ class KvTransfer:
         incoming = self._incoming.get(request_id)
         return None if incoming is None else KvWindow(incoming.window.descriptor(), repr(self._layout))
 
-    def take_in(self) -> None:
-        """Copy some received KV; drop windows of requests without pages."""
+    def take_in(self) -> bool:
+        """Copy some received KV, drop windows of requests without pages; True while windows are left."""
         for request_id, incoming in list(self._incoming.items()):
             sequence = incoming.sequence
             if not (sequence.awaits_kv and sequence.table is incoming.table and incoming.table.pages):
@@ -132,6 +137,7 @@ class KvTransfer:
             num_there = min(incoming.window.read_signal(0), len(incoming.table.pages))
             most = max(1, STEP_BYTES // self._layout.page_bytes)
             self._copy_in(incoming, min(num_there, incoming.num_taken + most))
+        return bool(self._incoming)
 
     def finish_taking(self, request_id: str, num_tokens: int, first_page: int) -> bool:
         """Copy KV of num_tokens, from first_page on again; True if the sequence has the KV."""
@@ -175,7 +181,9 @@ class KvTransfer:
             self._transport.detach(outgoing.window)
             outgoing = None
         if outgoing is None:
-            outgoing = Outgoing(descriptor, self._transport.attach(descriptor), sequence.adapter_uid)
+            window = self._transport.attach(descriptor)
+            outgoing = Outgoing(descriptor, window, sequence.adapter_uid, number=next(self._labels))
+            outgoing.first_page = window.num_bytes // self.page_bytes
         try:
             self._put(outgoing, sequence)
         except BaseException:  # a lost window must not fail later moves
@@ -202,14 +210,20 @@ class KvTransfer:
             data = self._arena[pages[number]].cpu()
             self._transport.put_signal(outgoing.window, number * page_bytes, data, 0, number + 1)
         self._transport.quiet(outgoing.window)
-        outgoing.table, outgoing.pages, outgoing.first_page = table, pages, first
+        if first < len(outgoing.pages):
+            outgoing.first_page = min(outgoing.first_page, first)
+        outgoing.table, outgoing.pages = table, pages
         outgoing.num_tokens = min(num_tokens, len(pages) * size)
 
     def sent(self, outgoing: Outgoing, sequence: Sequence) -> KvSent:
         """KV put by `send`; empty if the pages were freed meanwhile."""
         request_id, pages = sequence.request.request_id, outgoing.pages
-        self.drop(request_id)
-        self._outgoing[request_id] = outgoing
+        other = self._outgoing.get(request_id)
+        if other is not None and other.number > outgoing.number:  # a later move has begun
+            self.let_go(outgoing)
+        else:
+            self.drop(request_id)
+            self._outgoing[request_id] = outgoing
         if sequence.table is not outgoing.table or sequence.table.pages[: len(pages)] != pages:
             return KvSent(0, 0)
         return KvSent(outgoing.num_tokens, outgoing.first_page)
@@ -237,7 +251,7 @@ class KvTransfer:
 class RequestMoves:
     """Held requests: pages and adapter stay, and no tokens are gained.
 
-    A leaving request is held between two steps; `prefill_only`: after its first token.  An arriving request
+    A leaving request is held between two steps; `prefill_only`: see `Prompts`.  An arriving request
     is announced with all tokens but the last computed or, for KV, with allocated pages.  Any thread calls
     `answer_beside`.
     """
@@ -255,34 +269,38 @@ class RequestMoves:
         self._kv = kv
         self.threads = kv.threads
         self._coming: list[Sequence] = []
-        self._prefills: list[Sequence] = []
+        self._prompts: Prompts | None = None
 
     def watch(self, sequence: Sequence) -> None:
         """Watch a queued request."""
         if sequence.request.held:
             self._coming.append(sequence)
         elif self._kv.enabled and not sequence.request.generated:
-            self._prefills.append(sequence)
+            if self._prompts is None:
+                from .prompt_kv import Prompts
+
+                self._prompts = Prompts(self._is_live, self.threads, self.kv_send, self._kv.block_size)
+            self._prompts.add(sequence)
         if not self._kv.enabled:
             sequence.awaits_kv = False
 
-    def tend(self) -> None:
-        """Copy received KV; close windows of ended requests."""
-        self._kv.take_in()
+    def tend(self) -> float | None:
+        """Copy and send KV, close windows of ended requests; returns seconds, as `EngineCore.tend`."""
+        awaits_kv = self._kv.take_in()
+        if self._prompts is not None:
+            self._prompts.tend()
         self._kv.drop_all_but(self._sequences)
+        return LOOK_S if awaits_kv else None
 
     def announce(self) -> list[TokenOutput]:
-        """Hold requests with a first token; an output without tokens for each ready request."""
-        for sequence in self._prefills:
-            if sequence.num_generated and sequence.num_left > 0:
-                sequence.held = sequence.kept = True
-        self._prefills = [one for one in self._prefills if self._is_live(one) and not one.kept]
+        """An output without tokens for each ready request, and of `Prompts.announce`."""
+        signs = [] if self._prompts is None else [_sign(one) for one in self._prompts.announce()]
         if not self._coming:
-            return []
+            return signs
         live = [one for one in self._coming if self._is_live(one)]
         ready = [one for one in live if self._is_ready(one)]
         self._coming = [one for one in live if one.held and one not in ready]
-        return [_sign(sequence) for sequence in ready]
+        return signs + [_sign(sequence) for sequence in ready]
 
     def _is_live(self, sequence: Sequence) -> bool:
         return self._sequences.get(sequence.request.request_id) is sequence
@@ -312,6 +330,12 @@ class RequestMoves:
     def kv_window(self, request_id: str) -> KvWindow | None:
         """Window for an announced request; None: the request computes the KV."""
         return self._kv.window(request_id)
+
+    def start_send(self, request_id: str, window: KvWindow, *, follows: bool) -> Future[KvSent]:
+        """`kv_send` in a thread; follows: as `Prompts.send`."""
+        sequence = self._find(request_id)
+        sent = self._prompts.send(sequence, window) if follows and self._prompts is not None else None
+        return sent or self.threads.submit(self.kv_send, request_id, window)
 
     def kv_send(self, request_id: str, window: KvWindow) -> KvSent:
         """Put a request's KV into its target's window."""
@@ -367,6 +391,8 @@ class RequestMoves:
             sequence.table.num_matched = kv_tokens if taken else 0
             sequence.awaits_kv, sequence.unshared = False, taken and unshared
         sequence.held = sequence.kept = False
+        if self._prompts is not None:
+            self._prompts.stop(sequence)
 
     def close(self) -> None:
         self._kv.close()

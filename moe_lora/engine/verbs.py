@@ -262,10 +262,9 @@ class EngineVerbs:
         return self._core.moves.kv_window(request_id)
 
     @verb
-    def kv_send(self, request_id: str, window: KvWindow) -> Future[KvSent]:
-        """As `RequestMoves.kv_send`."""
-        moves = self._core.moves
-        return moves.threads.submit(moves.kv_send, request_id, window)
+    def kv_send(self, request_id: str, window: KvWindow, follows: bool = False) -> Future[KvSent]:
+        """As `RequestMoves.start_send`."""
+        return self._core.moves.start_send(request_id, window, follows=follows)
 
 
 class PoolVerbs:

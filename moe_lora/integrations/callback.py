@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from moe_lora.core.errors import AdapterError
+
 from .publisher import Publisher, adapter_config, adapter_tensors
+
+logger = logging.getLogger(__name__)
 
 
 class PublishEachEpoch(TrainerCallback):
     """Publishes the PEFT model's adapter after each epoch and after training.
 
+    A failed publication of an epoch is logged, and training goes on.  After training it raises AdapterError.
     versions: published, in order.
     """
 
@@ -24,26 +30,34 @@ class PublishEachEpoch(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **words: Any
     ) -> None:
-        self._publisher, self._published_step = Publisher(*self._server), -1
+        self._publisher, self._gathered_step = Publisher(*self._server), -1
+        self._unsent: tuple[Any, Any] | None = None
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **words: Any
     ) -> None:
-        self._publish(state, words["model"])
+        try:
+            self._publish(state, words["model"])
+        except AdapterError as error:
+            logger.warning("the adapter of step %d is not published: %s", state.global_step, error)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **words: Any
     ) -> None:
         if args.load_best_model_at_end:
-            self._published_step = -1
-        self._publish(state, words["model"])
-        self._publisher.close()
+            self._gathered_step = -1
+        try:
+            self._publish(state, words["model"])
+        finally:
+            self._publisher.close()
 
     def _publish(self, state: TrainerState, model: Any) -> None:
-        """Publish a step once: all ranks gather shards, the first rank sends."""
-        if state.global_step == self._published_step:
-            return
-        self._published_step = state.global_step
-        tensors = adapter_tensors(model, self._adapter)
-        if state.is_world_process_zero:
-            self.versions.append(self._publisher.publish(tensors, adapter_config(model, self._adapter)))
+        """Publish a step once: all ranks gather shards, the first rank sends, again after a failure."""
+        if state.global_step != self._gathered_step:
+            self._gathered_step = state.global_step
+            tensors = adapter_tensors(model, self._adapter)
+            if state.is_world_process_zero:
+                self._unsent = tensors, adapter_config(model, self._adapter)
+        if self._unsent is not None:
+            self.versions.append(self._publisher.publish(*self._unsent))
+            self._unsent = None

@@ -73,7 +73,7 @@ class Publisher:
     def publish(self, tensors: dict[str, Tensor], config: dict[str, Any]) -> int:
         """Serve the tensors at all instances; returns the new version.  Running requests end on the former.
 
-        Raises AdapterError with the server's reason.
+        Raises AdapterError with the server's reason, and without an answer.
         """
         text, tensors = json.dumps(config, default=plain), whole_tensors(tensors.items())
         if self._shared is not None:
@@ -83,7 +83,7 @@ class Publisher:
             body = {"lora_name": self.name, "config_dict": json.loads(text), "serialized_tensors": file}
             return self._load("/load_lora_adapter_from_tensors", body)
         path, headers = f"/v1/adapters/{quote(self.name, safe='')}", {"X-Adapter-Config": text}
-        card = _checked(self._http.put(path, content=save(tensors), headers=headers), self.name)
+        card = self._call("PUT", path, content=save(tensors), headers=headers)
         if card["id"] != self.name:
             raise AdapterError(f"the server took {self.name!r} for {card['id']!r}; choose a plain name")
         return int(card["version"])
@@ -97,26 +97,32 @@ class Publisher:
 
     def _load(self, path: str, body: dict[str, Any]) -> int:
         """The new version by a call whose answer lacks it."""
-        _checked(self._http.post(path, json=body), self.name)
-        return int(_checked(self._http.get("/get_weight_version"), self.name)["adapters"][self.name])
+        self._call("POST", path, json=body)
+        return int(self._call("GET", "/get_weight_version")["adapters"][self.name])
 
     def remove(self) -> None:
         """Unload the name.  Raises AdapterError with the server's reason."""
-        _checked(self._http.post("/unload_lora_adapter", json={"lora_name": self.name}), self.name)
+        self._call("POST", "/unload_lora_adapter", json={"lora_name": self.name})
 
     def close(self) -> None:
         self._http.close()
 
-
-def _checked(answer: httpx.Response, name: str) -> dict[str, Any]:
-    if answer.is_success:
-        found: dict[str, Any] = answer.json()
-        return found
-    try:
-        reason = answer.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        reason = f"status {answer.status_code}: {answer.text[:300]}"
-    raise AdapterError(f"the server did not accept {name!r}: {reason}")
+    def _call(self, method: str, path: str, **content: Any) -> dict[str, Any]:
+        try:
+            answer = self._http.request(method, path, **content)
+        except httpx.HTTPError as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise AdapterError(
+                f"no answer about {self.name!r} from {self._http.base_url}: {reason}"
+            ) from error
+        try:
+            found: dict[str, Any] = answer.json()
+            if answer.is_success:
+                return found
+            reason = found["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            reason = f"status {answer.status_code}: {answer.text[:300]}"
+        raise AdapterError(f"the server did not accept {self.name!r}: {reason}")
 
 
 def plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ import json
 import math
 import mmap
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,15 +19,12 @@ from safetensors import SafetensorError, safe_open
 from moe_lora.core.errors import AdapterError, ConfigError
 from moe_lora.core.wrong_files import (
     INDEX_NAME,
-    SINGLE_NAME,
     file_content,
     header_entries,
     indexed,
     listed,
-    missing_shards,
     open_file,
-    other_content,
-    pickle_problem,
+    weight_files,
 )
 
 from .stored_weight import StoredWeight, scheme_of
@@ -49,7 +47,7 @@ class Checkpoint:
         self._files: dict[Path, Any] = {}
         self._mappings: dict[Path, MappedFile] = {}
         self._readers = ThreadPoolExecutor(_NUM_READERS, "checkpoint")
-        self._reads: list[Future[None]] = []
+        self._reads: defaultdict[str, list[Future[None]]] = defaultdict(list)
         found = indexed(model_dir)
         if found is not None:
             self.file_of = found
@@ -60,7 +58,7 @@ class Checkpoint:
                     f"{'does' if len(absent) == 1 else 'do'} not exist; download the missing shards"
                 )
         else:
-            files = {path: list(self._open(path).keys()) for path in self._without_index()}
+            files = {path: list(self._open(path).keys()) for path in weight_files(model_dir)}
             self.file_of = {key: path for path, keys in files.items() for key in keys}
         self.scheme = scheme_of(config or {}, self._metadata)
 
@@ -87,20 +85,6 @@ class Checkpoint:
             raise ConfigError(f"{piece.key} in {self.model_dir} can't be read: {error}") from error
         return made
 
-    def _without_index(self) -> list[Path]:
-        single = self.model_dir / SINGLE_NAME
-        paths = [single] if single.exists() else sorted(self.model_dir.glob("*.safetensors"))
-        if not paths:
-            why = pickle_problem(self.model_dir) or other_content(self.model_dir)
-            why = why or "convert the checkpoint with save_pretrained"
-            raise ConfigError(f"{self.model_dir} has no *.safetensors; {why}")
-        if not single.exists() and (absent := missing_shards([path.name for path in paths])):
-            raise ConfigError(
-                f"{self.model_dir} is incomplete: {listed(absent)} of its shards do not exist; download the "
-                "missing shards"
-            )
-        return paths
-
     def _open(self, path: Path) -> Any:
         if path not in self._files:
             try:
@@ -126,11 +110,11 @@ class Checkpoint:
             raise ConfigError(f"{path} does not hold {key!r}, which {INDEX_NAME} places there") from error
 
     def read_into(self, piece: Piece, out: torch.Tensor) -> bool:
-        """True if the piece's whole tensor goes into `out`, at the latest before `release` returns."""
+        """True if the piece's whole tensor goes into `out`, at the latest before its `release` returns."""
         file = self._mapped(self.file_of[piece.key])
         if piece.transform is not None or not file.fits(piece.key, out):
             return False
-        self._reads.append(self._readers.submit(file.read_into, piece.key, out))
+        self._reads[piece.key].append(self._readers.submit(file.read_into, piece.key, out))
         return True
 
     def will_read(self, pieces: Iterable[Piece]) -> None:
@@ -139,10 +123,10 @@ class Checkpoint:
             self._mapped(path).will_read(keys)
 
     def release(self, pieces: Iterable[Piece]) -> None:
-        """Wait for all reads, and free the tensors' mapped pages."""
-        while self._reads:
-            self._reads.pop().result()
+        """Wait for the tensors' reads, and free their mapped pages."""
         for path, keys in self._by_file(pieces).items():
+            for read in (read for key in keys for read in self._reads.pop(key, ())):
+                read.result()
             self._mapped(path).release(keys)
 
     def _by_file(self, pieces: Iterable[Piece]) -> dict[Path, list[str]]:

@@ -337,6 +337,8 @@ def _as_stored(
     opened: Stored = {}
     divided = held_ranges(model)
     for _, _, name in layers:
+        if not any(piece.extra_keys for piece in weights[name]):
+            continue
         own = _held_pieces(weights[name], divided[name])
         kept = {i: checkpoint.tensor(piece) for i, piece, _ in own if piece.extra_keys}
         parts = [_part(kept[i], cut, piece) for i, piece, cuts in own if i in kept for cut in cuts]
@@ -374,6 +376,7 @@ def _fill(model: CausalLM, checkpoint: Source, weights: WeightMap, stored: Store
     sizes = {name: _num_bytes(target) for name, target in targets.items()}
     done, total, following = 0, sum(sizes.values()), iter([*held.values(), []])
     next(following)
+    before: list[Piece] = []  # still read while the next weight's reads start
     for name, target in targets.items():
         checkpoint.will_read(piece for _, piece, _ in next(following))
         opened = stored.pop(name, {})
@@ -382,9 +385,11 @@ def _fill(model: CausalLM, checkpoint: Source, weights: WeightMap, stored: Store
             _check_shape(piece, tensor, ranges[name], checkpoint)
             for cut in cuts:
                 _fill_part(target, cut, _part(tensor, cut, piece), piece, checkpoint)
-        checkpoint.release(piece for _, piece, _ in held[name])
+        checkpoint.release(before)
+        before = [piece for _, piece, _ in held[name]]
         done += sizes[name]
         show(f"{done / 1e9:.3g} of {total / 1e9:.3g} GB of weights loaded", done, total)
+    checkpoint.release(before)
 
 
 def _held_pieces(pieces: list[Piece], ranges: HeldRanges) -> list[tuple[int, Piece, list[Cut]]]:
@@ -400,11 +405,12 @@ def _num_bytes(target: Target) -> int:
 def _check_shape(
     piece: Piece, tensor: torch.Tensor | StoredWeight, ranges: HeldRanges, checkpoint: Source
 ) -> None:
-    wanted = torch.empty(ranges.whole, device="meta")[piece.index].shape
-    if tuple(tensor.shape) != tuple(wanted):
+    given = zip(ranges.whole, itertools.chain(piece.index, itertools.repeat(slice(None))), strict=False)
+    wanted = tuple(len(range(size)[part]) for size, part in given if isinstance(part, slice))
+    if tuple(tensor.shape) != wanted:
         raise ConfigError(
             f"{piece.key} in {checkpoint.model_dir} has shape {tuple(checkpoint[piece.key].shape)}, "
-            f"giving {tuple(tensor.shape)} where config.json asks for {tuple(wanted)}"
+            f"giving {tuple(tensor.shape)} where config.json asks for {wanted}"
         )
 
 

@@ -132,7 +132,7 @@ def linear_weight_map(spec: ModelSpec) -> WeightMap:
 def _mapped(
     spec: ModelSpec, form: Callable[[Family, str], tuple[Place, ...]], checkpoint: Container[str] = ()
 ) -> WeightMap:
-    family = family_named(spec.shape.family).named_in(checkpoint)
+    family = family_named(spec.shape.family).named_in(checkpoint, spec.tie_word_embeddings)
     norm = _plus_one if spec.norm_offset else None
     weights: WeightMap = {
         "embedding": [Piece(family.embedding)],
@@ -349,7 +349,7 @@ def refuse_unexpected(spec: ModelSpec, checkpoint: Checkpoint | RandomCheckpoint
     if head in unexpected and spec.tie_word_embeddings:
         raise ConfigError(
             f"the checkpoint in {checkpoint.model_dir} has a {head} that is not its embedding, and "
-            "config.json has tie_word_embeddings=true; set it to false there, or remove the tensor"
+            "config.json has tie_word_embeddings=true; set it to false there"
         )
     unexpected = [key for key in unexpected if checkpoint[key].numel()]  # not of no shared experts
     if unexpected:

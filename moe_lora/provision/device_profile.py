@@ -182,7 +182,9 @@ class FixedTimes(FileContent):
     """For each further rank."""
 
 
-Part = Literal["decode", "prefill", "chunks", "adapters", "loads", "prefixes", "several GPUs", "LoRA Server"]
+Part = Literal[
+    "decode", "prefill", "chunks", "adapters", "loads", "prefixes", "several GPUs", "LoRA Server", "moves"
+]
 
 
 class _Device(FileContent):

@@ -127,15 +127,15 @@ class CachedInstance:
         self.load = InstanceLoad()
         self.done: list[CachedRequest] = []
         self.samples: list[Mapping[str, int]] = []
-        self.num_steps = 0
-        self.busy_s = 0.0
-        self.aborted = False
+        self.num_steps, self.busy_s, self.aborted = 0, 0.0, False
         self._computing: dict[CachedRequest, None] = {}
         self._last_step_s = 0.0
         self._config = config
         self._requests = requests
         self._is_over = is_over or (lambda: len(self.done) == len(requests))
         self.on_done: Callable[[CachedRequest], None] = self.done.append
+        self.on_first_token: Callable[[CachedRequest], None] | None = None
+        self._received: dict[CachedRequest, Callable[[CachedRequest, bool], None]] = {}
         self._outstanding: int | None = None
         self._leaving: dict[CachedRequest, Callable[[CachedRequest], None]] = {}
         self.cache = _cache(config, policy)
@@ -203,6 +203,49 @@ class CachedInstance:
         request.start_over()
         on_taken(request)
 
+    def receive(
+        self, request: CachedRequest, on_ready: Callable[[CachedRequest, bool], None]
+    ) -> CachedRequest:
+        """Queue a request before its KV.  on_ready: called with this request, and True if KV can come."""
+        moved = request.continued()
+        self._received[moved] = on_ready
+        self.add(moved)
+        return moved
+
+    def remove(self, request: CachedRequest) -> bool:
+        """Drop a received request; False if ready."""
+        if self._received.pop(request, None) is None:
+            return False
+        self.release(request)
+        return True
+
+    def start_received(self, request: CachedRequest, num_kv: int) -> None:
+        """Continue a ready request, with KV of num_kv tokens."""
+        if request.awaits_kv:
+            request.table.num_matched = num_kv
+        request.awaits_kv = False
+        self.resume(request)
+
+    def resume(self, request: CachedRequest) -> None:
+        """Continue a held request."""
+        request.held = False
+        self._step()
+
+    def release(self, request: CachedRequest) -> None:
+        """Drop a request that continues elsewhere."""
+        self.take(request, lambda _: self._step())
+
+    def _call_ready(self) -> None:
+        """A ready request has pages, or its tokens if pages were lost (`engine.moving`)."""
+        for request in list(self._received):
+            if request.awaits_kv:
+                has_adapter = request in self.scheduler.loading and request.waits.adapter_s is not None
+                ready = has_adapter and self.scheduler.reserve(request, len(request.tokens))
+            else:
+                ready = request.num_uncomputed == 1 and request in self.scheduler.running
+            if ready:
+                self._received.pop(request)(request, request.awaits_kv)
+
     def _cold_adapter(self, name: str) -> ColdAdapter:
         num_bytes = self._config.adapter_pages[name] * self._config.page_bytes
         return ColdAdapter(lora_rank=self._config.lora_ranks.get(name, 1), num_bytes=num_bytes)
@@ -255,6 +298,8 @@ class CachedInstance:
         for request in self.scheduler.loading:
             if request.waits.loading_s == now_s:
                 self.links.hurry(request.adapter_uid)
+        if self._received:
+            self._call_ready()
         self.links.submit(self.cache.take_orders(), urgent=True)
         if plan:
             self._computing = {item.sequence: None for item in plan}
@@ -342,6 +387,9 @@ class CachedInstance:
             elif not request.has_started:
                 request.has_started = True
                 self.load.start(request.adapter, request.load_tokens)
+                if self.on_first_token is not None:
+                    request.held = True
+                    self.on_first_token(request)
         leaving, self._leaving = self._leaving, {}
         for request, on_taken in leaving.items():
             if request.num_left:

@@ -36,6 +36,7 @@ from moe_lora.workload.replay_plan import TurnRequest
 from .events import EventQueue
 from .instance import CachedConfig, CachedInstance
 from .lora_server import SimServer, SimServerConfig
+from .prefill_first import PrefillConfig, PrefillFirst
 from .requests import CachedRequest
 
 
@@ -58,6 +59,7 @@ class ReplicasConfig:
     """preloaded: adapters on each replica's device at the start, given room.
 
     migration: None, or off by its settings: requests stay.  server: the LoRA Server, with all adapters.
+    prefill: instances for prompts; None: each instance does both.
     """
 
     num_replicas: int
@@ -67,8 +69,11 @@ class ReplicasConfig:
     preloaded: Sequence[Iterable[str]] = ()
     migration: SimMigration | None = None
     server: SimServerConfig | None = None
+    prefill: PrefillConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.prefill is not None and (self.migration is not None or self.server is not None):
+            raise ConfigError("prefill has moves of its own, without a LoRA Server; leave the others out")
         if self.server is not None and (
             self.instance.layers is None or any(self.instance.adapter_pages.values())
         ):
@@ -122,6 +127,11 @@ class Replicas:
         ]
         for instance in self.instances:
             instance.on_done = self._finish
+        self._for_prompts: Sequence[CachedInstance] = self.instances
+        self.prefill_first: PrefillFirst | None = None
+        if config.prefill is not None:
+            self.prefill_first = PrefillFirst(config.prefill, self.events, self._router, self.instances)
+            self._for_prompts = self.prefill_first.for_prompts
         for instance, names in zip(self.instances, config.preloaded, strict=False):
             self._preload(instance, names)
         self._expect(iter(requests))
@@ -168,7 +178,8 @@ class Replicas:
     def _arrive(self, planned: TurnRequest, later: Iterable[TurnRequest]) -> None:
         self._num_left += 1
         self._expect(later)
-        self._router.choose(_Routed(planned), self.instances).add(CachedRequest(planned))
+        request = CachedRequest(planned)
+        self._router.choose(request, self._for_prompts).add(request)
 
     def _finish(self, request: CachedRequest) -> None:
         self._num_left -= 1
@@ -269,16 +280,3 @@ class Replicas:
 
         if request.num_left:
             self.instances[source].take(request, arrive)
-
-
-@dataclass(frozen=True, slots=True)
-class _Routed:
-    planned: TurnRequest
-
-    @property
-    def adapter(self) -> str | None:
-        return self.planned.adapter
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.planned.prompt)

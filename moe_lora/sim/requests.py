@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from moe_lora.cache.pages import BlockTable
@@ -82,6 +82,10 @@ class CachedRequest:
         return self.planned.adapter
 
     @property
+    def prompt_tokens(self) -> int:
+        return len(self.planned.prompt)
+
+    @property
     def num_uncomputed(self) -> int:
         return len(self.tokens) - self.num_computed
 
@@ -91,6 +95,19 @@ class CachedRequest:
         self.matched = self.has_started = False
         self.table = BlockTable(self.planned.adapter)
         self.load_tokens = len(self.tokens)
+
+    def continued(self) -> CachedRequest:
+        """The request for another instance, held until its KV comes."""
+        moved = CachedRequest(
+            self.planned,
+            num_cached=self.num_cached,
+            held=True,
+            awaits_kv=True,
+            waits=replace(self.waits),
+            first_token_s=self.first_token_s,
+        )
+        moved.tokens, moved.num_left, moved.load_tokens = list(self.tokens), self.num_left, len(self.tokens)
+        return moved
 
     def append(self, now_s: float) -> bool:
         """Add the answer's next token; True for the last."""

@@ -14,8 +14,8 @@ from safetensors import safe_open
 
 from moe_lora import LLM, SamplingParams
 from moe_lora.cli.main import main
+from moe_lora.core.wrong_files import INDEX_NAME, SINGLE_NAME
 from moe_lora.models import quantised_checkpoint
-from moe_lora.models.checkpoint import INDEX_NAME, SINGLE_NAME
 
 DEMO = Path(__file__).parents[2] / "demo"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)

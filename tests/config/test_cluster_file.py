@@ -209,6 +209,11 @@ def test_certificates_are_read_from_the_folder(read, tmp_path):
         (_controllers("h:1", "h:3", "zk://h:1"), "'zk://h:1' names no store; give etcd://HOST:PORT"),
         (_controllers("h:1", "h:3", "sqlite://h/lease"), "names no store; give etcd://HOST:PORT"),
         (_controllers("h:1", "h:3", "sqlite:///"), "has no path; give sqlite:///PATH"),
+        (
+            _controllers("h:1", "h:3", "kubernetes://default"),
+            "names no Lease; give kubernetes://NAMESPACE/NAME",
+        ),
+        (_controllers("h:1", "h:3", "kubernetes://a/B"), "names no Lease; give kubernetes://NAMESPACE/NAME"),
         (_controllers("h:1", "h:3", "etcd://me:x@h:1"), "etcd's users are not supported"),
         (_controllers("h:1", "h:3", "etcd://h"), "leadership.store='h' is not host:port"),
         (_controllers("h:1", "h:2", "etcd://h:1"), "controllers.b.address='h:2' is controllers.a.engines"),

@@ -81,9 +81,9 @@ class Stream:
             self.ended = choice["finish_reason"] or self.ended
 
 
-async def answers(url: str) -> list[list[int]]:
-    """Tokens of all streams, none of them moved."""
-    streams = [Stream(body) for body in BODIES]
+async def answers(url: str, bodies: list[dict[str, Any]] = BODIES) -> list[list[int]]:
+    """Tokens of all streams, without a kill."""
+    streams = [Stream(body) for body in bodies]
     await asyncio.gather(*(stream.read(url) for stream in streams))
     return [stream.tokens for stream in streams]
 
@@ -146,7 +146,7 @@ class Running:
 
 
 @contextmanager
-def running_cluster(front_end: FrontEndConfig, folder: Path) -> Iterator[Running]:
+def running_cluster(front_end: FrontEndConfig, folder: Path, **settings: Any) -> Iterator[Running]:
     """Two instances in fp32 behind both front ends; at the end no role may have failed."""
     engine = EngineConfig(
         model_dir=str(DEMO / "model"),
@@ -155,9 +155,10 @@ def running_cluster(front_end: FrontEndConfig, folder: Path) -> Iterator[Running
         eager=True,
         num_instances=2,
         num_threads=1,
+        **settings,
     )
-    settings = ClusterConfig(engine=engine, served_model_name="demo", front_end=front_end)
-    one = Running(SteppedCluster(settings, folder))
+    cluster = ClusterConfig(engine=engine, served_model_name="demo", front_end=front_end)
+    one = Running(SteppedCluster(cluster, folder))
     try:
         one.wait_until_whole()
         yield one

@@ -130,7 +130,7 @@ from tests.engine.test_arrivals import CONFIG, add_tenant, build_engine, hold_an
 core = build_engine(CONFIG)
 moves = {"moe_lora.engine.moving"}
 tenants = {"moe_lora.policies.admission.fairness", "moe_lora.policies.caching.arena_shares"}
-off = ("merging", "lora_server", "leases", "host_workers", "pool_store", "dist.deltas")
+off = ("merging", "lora_server", "leases", "host_workers", "pool_store", "dist.deltas", "prompt_kv")
 streams(core)
 assert not (moves | tenants) & sys.modules.keys(), (moves | tenants) & sys.modules.keys()
 found = [name for name in sys.modules for part in off if name.startswith("moe_lora.") and part in name]
@@ -138,7 +138,7 @@ assert not found, found
 streams(core, add_tenant)
 assert tenants <= sys.modules.keys() and not moves & sys.modules.keys()
 streams(core, hold_and_resume)
-assert moves <= sys.modules.keys()
+assert moves <= sys.modules.keys() and "moe_lora.engine.prompt_kv" not in sys.modules
 core.close()
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,7 +11,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from demo.tasks import MAX_CHARS, MIN_CHARS, TASKS, prompt_for, sample_text
@@ -78,6 +80,91 @@ def test_token_ids_are_a_prompt_too(llm):
     [completion] = llm.generate(ids, "upper", GREEDY)
     assert completion.text == "ABC"
     assert completion.prompt_token_ids == tuple(ids)
+
+
+IDS = [1, 40, 41, 42]
+PROMPTS = {
+    "tensor": (torch.tensor(IDS), 1),
+    "rows of a tensor": (torch.tensor([IDS, IDS]), 2),
+    "list of tensors": ([torch.tensor(IDS)] * 2, 2),
+    "array": (np.array(IDS), 1),
+    "rows of an array": (list(np.array([IDS, IDS])), 2),
+    "numbers of numpy": (list(np.array(IDS)), 1),
+    "scalar tensors": (list(torch.tensor(IDS)), 1),
+    "lists of scalar tensors": ([list(torch.tensor(IDS))], 1),
+    "lists of numbers of numpy": ([list(np.array(IDS))] * 2, 2),
+}
+
+
+@pytest.mark.parametrize("given", PROMPTS)
+def test_token_ids_of_tensors_and_arrays_are_prompts(llm, given):
+    prompts, num_prompts = PROMPTS[given]
+    found = llm.generate(prompts, "upper", GREEDY)
+    [want] = llm.generate([IDS], "upper", GREEDY)
+    assert [(one.prompt_token_ids, one.token_ids) for one in found] == [
+        (tuple(IDS), want.token_ids)
+    ] * num_prompts
+    assert {type(token_id) for one in found for token_id in one.prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize("prompt", [[1.0, 2.0], [None], torch.tensor([0.5, 1.5]), None])
+def test_a_prompt_of_other_things_is_refused_and_the_engine_goes_on(llm, prompt):
+    with pytest.raises(ValueError, match="a prompt must be text or token ids, not"):
+        llm._answer(prompt, None, GREEDY)
+    assert llm.generate(prompt_for("abcd"), "upper", GREEDY)[0].text == "ABCD"
+
+
+def test_a_tensor_is_a_prompt_in_asyncio_too():
+    async def answers(llm: AsyncLLM) -> None:
+        want = await llm.generate(IDS, None, GREEDY)
+        assert (await llm.generate(torch.tensor(IDS), None, GREEDY)).token_ids == want.token_ids
+
+    engine = AsyncLLM(str(DEMO / "model"), **SETTINGS)
+    try:
+        asyncio.run(answers(engine))
+    finally:
+        engine.close()
+
+
+def test_lists_and_strings_in_sampling_stop_and_forbid_as_tuples_do(llm):
+    prompt, greedy = prompt_for("abcdef"), {"temperature": 0.0, "max_tokens": 20}
+    [d] = llm.tokenizer.encode("D", add_special_tokens=False)
+
+    def answer(**fields: object) -> tuple[str | None, str]:
+        [found] = llm.generate(prompt, "upper", SamplingParams(**greedy, **fields))
+        return found.text, found.finish_reason
+
+    assert answer(stop="DEX") == answer() == ("ABCDEF", "stop")
+    assert answer(stop=["CD"]) == ("AB", "stop")
+    assert answer(stop_token_ids=[d], min_tokens=2) == ("ABC", "stop")
+    assert answer(bad_words="DE") == answer(bad_words=("DE",))
+    assert answer(bad_word_ids=[[d]]) == answer(bad_word_ids=((d,),)) != answer()
+    assert answer() == ("ABCDEF", "stop")
+
+
+def test_the_tokenizer_s_end_token_ends_an_answer_of_the_library_too(tmp_path):
+    folder = shutil.copytree(DEMO / "model", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 0}))
+    (folder / "generation_config.json").unlink()
+    prompt, limit = prompt_for("abcd"), {"temperature": 0.0, "max_tokens": 12}
+    with LLM(str(folder), **SETTINGS) as engine:
+        [end] = engine.tokenizer.eos_token_ids
+        [ended] = engine.generate(prompt, None, SamplingParams(**limit))
+        [ignored] = engine.generate(prompt, None, SamplingParams(**limit, ignore_eos=True))
+    assert (ended.text, ended.finish_reason, ended.token_ids[-1]) == ("abcd", "stop", end)
+    assert (ignored.finish_reason, len(ignored.token_ids)) == ("length", 12)
+
+
+@pytest.mark.parametrize("name", ["", "a,b", "line\n"])
+def test_an_adapter_s_name_that_requests_can_not_use_is_refused(llm, name):
+    path = str(DEMO / "adapters" / "upper")
+    version = next(one.version for one in llm.list_adapters() if one.name == "upper")
+    with pytest.raises(AdapterError, match=r"the name .* (is empty|must be at most)"):
+        llm.publish_adapter(name, path)
+    with pytest.raises(AdapterError, match=r"the name .* (is empty|must be at most)"):
+        LLM(str(DEMO / "model"), adapters={name: path}, **SETTINGS)
+    assert next(one.version for one in llm.list_adapters() if one.name == "upper") == version
 
 
 def test_logprobs_come_one_per_token(llm):

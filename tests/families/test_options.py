@@ -468,6 +468,38 @@ def inside(kind, **changes):
     return {**whole, "model_type": "qwen2_vl"}, Qwen2VLConfig
 
 
+@pytest.mark.parametrize("kind", ["mistral3", "kimi_k25"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_language_models_key_ties_a_head_where_the_class_writes_true_for_all(kind, tied):
+    whole, made = inside(kind)
+    assert made().tie_word_embeddings is True
+    text = {**whole["text_config"], "tie_word_embeddings": tied}
+    assert model_spec({**whole, "tie_word_embeddings": True, "text_config": text}).tie_word_embeddings is tied
+    del text["tie_word_embeddings"]
+    for whole_tied in (False, True):
+        config = {**whole, "tie_word_embeddings": whole_tied, "text_config": text}
+        assert model_spec(config).tie_word_embeddings is whole_tied
+
+
+@pytest.mark.parametrize("section", [YARN, PLAIN_ROPE], ids=["yarn", "plain"])
+@pytest.mark.parametrize("family", ["olmo3", "gemma3"])
+def test_rope_parameters_without_kinds_of_layers_are_of_the_full_layers(family, section):
+    """As transformers wrote OLMo 3 first; OLMo-core and vLLM scale full layers alone."""
+    config = config_of(family)
+    del config["rope_parameters"]
+    scaling = {key: value for key, value in section.items() if key != "rope_theta"}
+    expected = model_spec({**config, "rope_theta": section["rope_theta"], "rope_scaling": scaling})
+    assert model_spec({**config, "rope_parameters": section}) == expected
+    with pytest.raises(ConfigError, match="rope_scaling"):
+        model_spec({**config, "rope_parameters": section, "rope_scaling": LLAMA3})
+
+
+def test_rope_parameters_of_one_kind_of_layer_alone_are_refused():
+    parts = {"full_attention": PLAIN_ROPE}
+    with pytest.raises(ConfigError, match=r"no rope_parameters.*rope_theta|no sliding_attention.rope_theta"):
+        model_spec({**config_of("olmo3"), "rope_parameters": parts})
+
+
 HEADS = {"num_attention_heads": 64, "hidden_size": 1024}
 
 

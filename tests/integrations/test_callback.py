@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from moe_lora.core.errors import AdapterError
 from moe_lora.integrations import callback as callback_module
@@ -125,6 +126,57 @@ def test_the_best_model_is_the_last_version_and_each_training_publishes(
         published = [weight for one, weight in Recorded.published if one == number]
         assert published[-1] == trainer.model.w.item() == published[0] != published[2]
     assert callback.versions == [*range(1, len(Recorded.published) + 1)]
+
+
+class Failing(Recorded):
+    """Fails at the numbers of `failing`, counted from 1."""
+
+    failing: ClassVar[tuple[int, ...]] = ()
+    num_calls = 0
+
+    def publish(self, weight: float, config: Any) -> int:
+        Failing.num_calls += 1
+        if Failing.num_calls in self.failing:
+            raise AdapterError("no answer")
+        return super().publish(weight, config)
+
+
+@pytest.mark.parametrize(
+    ("failing", "published"),
+    [((1,), [2.0, 3.0]), ((1, 2), [3.0]), ((3,), [1.0, 2.0, 3.0]), ((3, 4), [1.0, 2.0])],
+)
+def test_a_failed_publication_ends_no_training_and_the_last_one_is_sent_again(
+    failing: tuple[int, ...],
+    published: list[float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(Failing, "failing", failing)
+    monkeypatch.setattr(Failing, "num_calls", 0)
+    monkeypatch.setattr(Recorded, "published", [])
+    gathered: dict[bool, list[float]] = {True: [], False: []}
+    monkeypatch.setattr(callback_module, "Publisher", Failing)
+    monkeypatch.setattr(callback_module, "adapter_config", lambda trained, adapter: {})
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    for is_first in (False, True):
+        monkeypatch.setattr(
+            callback_module,
+            "adapter_tensors",
+            lambda trained, adapter, is_first=is_first: gathered[is_first].append(trained) or trained,
+        )
+        callback, control = PublishEachEpoch("http://server", "tuned"), TrainerControl()
+        state = TrainerState(is_world_process_zero=is_first)
+        callback.on_train_begin(args, state, control)
+        for epoch in (1, 2, 3):
+            state.global_step = epoch
+            callback.on_epoch_end(args, state, control, model=float(epoch))
+        with pytest.raises(AdapterError) if is_first and 4 in failing else nullcontext():
+            callback.on_train_end(args, state, control, model=3.0)
+        assert callback._publisher._number == -1  # closed
+    assert [weight for _, weight in Recorded.published] == published
+    assert gathered[True] == gathered[False] == [1.0, 2.0, 3.0]
+    assert [record.args[0] for record in caplog.records] == [one for one in failing if one < 4]
 
 
 def test_a_refusal_has_the_server_s_reason(tmp_path: Path) -> None:

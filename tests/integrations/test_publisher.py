@@ -75,8 +75,9 @@ def test_tensors_that_share_memory_are_published(is_shared: bool, tmp_path: Path
     [
         (httpx.Response(200, json={"id": "b", "version": 1}), r"'a/\.\./b' for 'b'"),
         (httpx.Response(431, text="Header too large"), "status 431: Header too large"),
+        (httpx.Response(200, text="<html>sign in"), "status 200: <html>sign in"),
     ],
-    ids=["another name", "a proxy's text"],
+    ids=["another name", "a proxy's text", "a proxy's page"],
 )
 def test_a_proxy_s_answer_is_an_error_with_its_cause(answer: httpx.Response, problem: str) -> None:
     publisher = Publisher("http://server", "a/../b")
@@ -85,6 +86,22 @@ def test_a_proxy_s_answer_is_an_error_with_its_cause(answer: httpx.Response, pro
     )
     with pytest.raises(AdapterError, match=problem):
         publisher.publish(*parts("upper"))
+
+
+@pytest.mark.parametrize("call", ["publish", "publish_shared", "remove"])
+@pytest.mark.parametrize("kind", [httpx.ConnectError, httpx.ReadTimeout, httpx.RemoteProtocolError])
+def test_a_server_without_an_answer_is_an_error_of_the_adapter(
+    call: str, kind: type[httpx.TransportError], tmp_path: Path
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        raise kind("gone", request=request)
+
+    publisher = Publisher("http://server", "policy", shared=tmp_path if call == "publish_shared" else None)
+    publisher._http = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
+    with pytest.raises(
+        AdapterError, match=f"no answer about 'policy' from http://server.*{kind.__name__}: gone"
+    ):
+        publisher.remove() if call == "remove" else publisher.publish(*parts("upper"))
 
 
 def test_versions_in_shared_memory_outlive_their_folder_and_an_instance(tmp_path: Path) -> None:

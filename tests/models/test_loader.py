@@ -8,17 +8,26 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 from moe_lora.adapters.peft.base import base_tensor
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.wrong_files import INDEX_NAME, SINGLE_NAME
+from moe_lora.core.wrong_files import INDEX_NAME, SINGLE_NAME, read_header
 from moe_lora.models import loader
 from moe_lora.models.checkpoint import Checkpoint
 from moe_lora.models.loader import load_model
-from tests.families import ALL_FAMILIES, FAMILIES, FURTHER_MOE, LATER_MOE, make_checkpoint
+from tests.families import (
+    ALL_FAMILIES,
+    FAMILIES,
+    FURTHER_MOE,
+    LATER_MOE,
+    make_checkpoint,
+    save_random,
+    tiny_config,
+)
 from tests.families import load_model as load_transformers
+from tests.families.wrapped import wrapped_language_model
 from tests.grids import with_quick
 
 CPU = torch.device("cpu")
@@ -104,6 +113,47 @@ def test_tied_head_that_is_not_the_embedding_is_refused(tmp_path):
     (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     model = load(path)
     assert torch.equal(model.head, model.embedding * 2)
+
+
+def test_a_tied_checkpoint_of_the_head_alone_is_read_as_transformers_reads_it(tmp_path):
+    path = make_checkpoint("llama", tmp_path / "a", tie_word_embeddings=True)
+    expected = load(path)
+    save_model(load_transformers(path), str(path / SINGLE_NAME))
+    assert "model.embed_tokens.weight" not in Checkpoint(path)
+    model = load(path)
+    assert model.head is model.embedding
+    assert_same_parameters(model, expected)
+    for site in ("head", "embedding"):
+        file, entry = base_tensor(site, path, "", "")
+        assert entry == read_header(file)["lm_head.weight"]
+
+
+def test_a_tied_multimodal_checkpoint_of_the_head_alone_has_the_names_of_its_class(tmp_path):
+    config = wrapped_language_model("qwen3_vl", tiny_config("qwen3", tie_word_embeddings=True).to_dict())
+    path = save_random("qwen3", config, tmp_path / "a")
+    expected = load(path)
+    save_model(load_transformers(path), str(path / SINGLE_NAME))
+    assert "model.language_model.embed_tokens.weight" not in Checkpoint(path)
+    assert_same_parameters(load(path), expected)
+
+
+@pytest.mark.parametrize("text", ["mistral", "ministral3"])
+def test_a_head_that_only_the_text_config_unties_is_read_as_transformers_reads_it(text, tmp_path):
+    """transformers' class writes tie_word_embeddings=true where the released config has no such key."""
+    config = wrapped_language_model("mistral3", tiny_config(text).to_dict())
+    released = save_random("mistral", config, tmp_path / "a")
+    fields = json.loads((released / "config.json").read_text())
+    del fields["tie_word_embeddings"]
+    (released / "config.json").write_text(json.dumps(fields))
+    expected, again = load(released), tmp_path / "again"
+    model = load_transformers(released)
+    model.save_pretrained(again)
+    assert json.loads((again / "config.json").read_text())["tie_word_embeddings"] is True
+    assert not torch.equal(expected.head, expected.embedding)
+    assert_same_parameters(load(again), expected)
+    assert torch.equal(load_transformers(again).lm_head.weight, expected.head)
+    file, entry = base_tensor("head", again, "", "")
+    assert entry == read_header(file)["language_model.lm_head.weight"]
 
 
 def test_recomputed_rotary_buffers_of_old_checkpoints_are_tolerated(llama):

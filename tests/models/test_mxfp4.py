@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.models.checkpoint import SINGLE_NAME
+from moe_lora.core.wrong_files import SINGLE_NAME
 from moe_lora.models.loader import load_model
 from moe_lora.models.quantised_weight import QuantisedWeight
 from moe_lora.models.stored_weight import mxfp4

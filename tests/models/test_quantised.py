@@ -13,9 +13,9 @@ from torchao.quantization import Float8Tensor
 from torchao.quantization.granularity import PerBlock, PerRow
 
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.wrong_files import SINGLE_NAME
 from moe_lora.kernels import quantised
 from moe_lora.models import loader
-from moe_lora.models.checkpoint import SINGLE_NAME
 from moe_lora.models.loader import load_model
 from moe_lora.models.quantised_weight import QuantisedWeight, quantisation_of
 from tests.families import (
@@ -229,7 +229,7 @@ def one_peak(work):
     return most[0] - before, made
 
 def peak(work):
-    # Threads, imports and Python's own objects only add to it, by chance: the least of three runs is the work's.
+    # Threads and imports only add to it, by chance: the least of three runs is the work's.
     (least, made), *more = (one_peak(work) for _ in range(3))
     return min(least, *(most for most, _ in more)), made
 

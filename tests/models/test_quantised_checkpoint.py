@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.progress import silent
+from moe_lora.core.wrong_files import INDEX_NAME, SINGLE_NAME
 from moe_lora.models import quantised_checkpoint
-from moe_lora.models.checkpoint import INDEX_NAME, SINGLE_NAME
 from moe_lora.models.loader import load_model
 from moe_lora.models.quantised_checkpoint import quantise_checkpoint
 from moe_lora.models.quantised_weight import QuantisedWeight, quantisation_of

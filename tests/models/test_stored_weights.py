@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from moe_lora.config.weight_format import weight_format
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.wrong_files import read_config
-from moe_lora.models.checkpoint import SINGLE_NAME, Checkpoint
+from moe_lora.core.wrong_files import SINGLE_NAME, read_config
+from moe_lora.models.checkpoint import Checkpoint
 from moe_lora.models.loader import load_model
 from moe_lora.models.quantised_weight import QuantisedWeight, quantisation_of
 from tests.families import FAMILIES, make_checkpoint, shard_of

@@ -359,6 +359,7 @@ def test_a_layout_is_changed_by_the_keeper_alone(watched, controller, paper, mon
     refused = watched.post("/v1/lora_server/layout?layout=EP4-PP1", {})
     assert refused.status_code == 400
     assert "the LoRA Server's layout is fixed: only moe-lora serve" in refused.json()["error"]["message"]
+    assert "torchrun --nproc-per-node 4 -m moe_lora.dist" in refused.json()["error"]["message"]
     following, asked = PaperServer(), []
     following.current = replace(STATE, ranks=(1, 1, 1, 0), unlinked=(0,) * 4)
     following.next = replace(STATE, ranks=(1,) * 4, unlinked=(0,) * 4)

@@ -7,8 +7,11 @@ import json
 
 import pytest
 
+from moe_lora.engine.text.text import Tokenizer
+
 from .conftest import scripted, serving
 from .live_server import wait_until
+from .scripted_engine import ScriptedEngine
 
 CHAT = [{"role": "user", "content": "hello"}]
 
@@ -68,6 +71,23 @@ def test_the_last_entry_of_a_choice_names_what_ended_it(server, tokenizer, field
         *first, last = [event["choices"][0] for event in events(server, path, body)]
         assert {name: whole[name] for name in want} == {name: last[name] for name in want} == want
         assert not any(want.keys() & entry.keys() for entry in first)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_an_end_token_of_the_tokenizer_is_a_stop_reason_if_the_client_asks_for_it(tokenizer, asked):
+    words = tokenizer.encode("fox", add_special_tokens=False)
+    [end] = tokenizer.encode("q", add_special_tokens=False)
+    other = Tokenizer(tokenizer.backend, special_tokens={"eos_token": "q"}, chat_template="{{ messages }}")
+    engine = ScriptedEngine({None: [*words, end]}, vocab_size=tokenizer.vocab_size)
+    body = {"max_tokens": 50, **({"stop_token_ids": [end]} if asked else {})}
+    with serving(engine, other) as server:
+        for path, prompt in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/chat/completions", {"messages": CHAT}),
+        ):
+            [found] = server.post(path, {**body, **prompt}).json()["choices"]
+            assert found["finish_reason"] == "stop"
+            assert (found["stop_reason"], found["matched_stop"]) == (end if asked else None, end)
 
 
 def test_ignore_eos_goes_on_to_the_limit(server):

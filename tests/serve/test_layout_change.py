@@ -12,12 +12,14 @@ import re
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 
 from moe_lora import LLM, SamplingParams
 from moe_lora.core.partition import Layout
+from tests.dist.cluster_jobs import children
 from tests.patience import PATIENCE_S
 
 from .demo_server import DEMO, DemoServer, demo_server, few_adapters
@@ -26,6 +28,9 @@ from .live_server import wait_until
 
 ADAPTERS = list(json.loads((DEMO / "adapters" / "index.json").read_text()))[:6]
 OPTIONS = (*few_adapters(*ADAPTERS), "--eager", "--dtype", "float32")
+EXPERTS = ("--expert-parallel", "2")
+TENSORS = (*EXPERTS, "--tensor-parallel", "2", "--set", "lora_server.sites=experts")
+FRONT_ENDS = ("--front-ends", "2")
 NUM_CLIENTS, NUM_QUESTIONS = 4, 8
 
 
@@ -117,7 +122,8 @@ async def fallback_rows(http: httpx.AsyncClient) -> float:
 
 
 @pytest.mark.slow
-def test_requests_go_on_with_the_tokens_of_a_local_engine_and_former_ranks_are_gone(tmp_path, right):
+@pytest.mark.parametrize("options", [(), EXPERTS, TENSORS, FRONT_ENDS], ids=" ".join)
+def test_requests_go_on_with_the_tokens_of_a_local_engine_and_former_ranks_are_gone(tmp_path, right, options):
     """And a process of an instance that starts later is at the last server."""
 
     async def play(server: DemoServer) -> None:
@@ -149,7 +155,7 @@ def test_requests_go_on_with_the_tokens_of_a_local_engine_and_former_ranks_are_g
                 await asyncio.sleep(0.1)
             await check_all_is_remote(http, server, right)
 
-    with serving(tmp_path, "EP2-PP1") as server:
+    with serving(tmp_path, "EP2-PP1", *options) as server:
         asyncio.run(play(server))
         assert "Traceback" not in server.log.read_text()
 
@@ -162,8 +168,7 @@ def test_kills_in_the_middle_of_changes_cost_no_request(tmp_path, right):
     async def play(server: DemoServer) -> None:
         async def kill(last: str, when: str) -> None:
             """Kill the last started process of a name once the log goes on with `when`."""
-            said = len(server.log.read_text())
-            await until(lambda: re.search(when, server.log.read_text()[said:]) is not None, when)
+            await until_log_goes_on(server, when)
             pids = re.findall(rf"{last} started \(process (\d+)\)", server.log.read_text())
             os.kill(int(pids[-1]), signal.SIGKILL)
 
@@ -187,6 +192,69 @@ def test_kills_in_the_middle_of_changes_cost_no_request(tmp_path, right):
 
     with serving(tmp_path, "EP2-PP1", "--instances", "2") as server:
         asyncio.run(play(server))
+
+
+async def until_log_goes_on(server: DemoServer, when: str) -> None:
+    said = len(server.log.read_text())
+    await until(lambda: re.search(when, server.log.read_text()[said:]) is not None, when)
+
+
+@pytest.mark.slow
+def test_a_killed_follower_in_the_middle_of_a_change_costs_no_request(tmp_path, right):
+    """Its instance starts again with the next layout, while the other instance serves."""
+
+    async def kill(server: DemoServer, layout: str) -> None:
+        await until_log_goes_on(server, f"ranks of {layout} are ready")
+        [follower] = followers(server.engine_pids()[0])
+        os.kill(follower, signal.SIGKILL)
+
+    async def play(server: DemoServer) -> None:
+        async with requests(server.url, right) as http:
+            for layout in ("EP4-PP1", "EP2-PP1"):
+                killed = asyncio.create_task(kill(server, layout))
+                await change(http, layout)
+                await killed
+                await check_all_is_remote(http, server, right)
+                assert len(server.lora_server_pids()) == Layout.parse(layout).num_ranks
+
+    with serving(tmp_path, "EP2-PP1", *EXPERTS, "--instances", "2") as server:
+        asyncio.run(play(server))
+
+
+def followers(engine: int) -> list[int]:
+    """Processes of the instance's other ranks."""
+    return [
+        one
+        for one in children(engine)
+        if b"engine.ranks.follower" in Path(f"/proc/{one}/cmdline").read_bytes()
+    ]
+
+
+@pytest.mark.slow
+def test_a_change_goes_on_after_the_end_of_the_controller(tmp_path, right):
+    async def play(server: DemoServer) -> None:
+        async with requests(server.url, right) as http:
+            for layout in ("EP4-PP1", "EP2-PP1"):
+                ready = asyncio.create_task(until_log_goes_on(server, f"{layout} lora-server-1 started"))
+                changed = asyncio.create_task(change(http, layout, 503))
+                await ready
+                [*_, controller] = re.findall(r"controller started \(process (\d+)\)", server.log.read_text())
+                os.kill(int(controller), signal.SIGKILL)
+                await changed
+                num_ranks = Layout.parse(layout).num_ranks
+                await until(
+                    lambda num=num_ranks: len(server.lora_server_pids()) == num, "the former ranks end"
+                )
+                while len((await state_of(http)).get("ranks", ())) != num_ranks:
+                    await asyncio.sleep(0.1)
+                await check_all_is_remote(http, server, right)
+
+    with serving(tmp_path, "EP2-PP1", *FRONT_ENDS, "--instances", "2") as server:
+        asyncio.run(play(server))
+
+
+async def state_of(http: httpx.AsyncClient) -> dict:
+    return (await http.get("/v1/lora_server")).json()
 
 
 @pytest.mark.slow

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 from moe_lora.engine.step.grammar_masks import BITS, Follower
+from moe_lora.engine.text.text import Tokenizer
 from moe_lora.serve.http_errors import ApiError
 from moe_lora.serve.openai.parsers import TOOL_FORMATS, parser_class
 from moe_lora.serve.openai.parsers.answers import ParsedChoice, hidden_ids
 from moe_lora.serve.openai.parsers.choice import AnswerParsers
 from tests.grids import diagonal
 
+from .conftest import serving
+from .scripted_engine import ScriptedEngine
 from .test_tags import A, B, Masks, grammar_of, tokenizer_with
 
 
@@ -99,6 +102,106 @@ def test_strict_calls_hold_their_schema_and_other_text_is_free(name, special):
         ):
             assert masks.after(before + call_of(name, shape, function, arguments)) is None
         assert not masks.accepts(before + valid[: valid.index("1") + 1])
+
+
+FORMATS = {
+    "json_schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "r", "schema": A}}},
+        '{"a": 7}',
+        '{"b": 7}',
+    ),
+    "json_object": ({"response_format": {"type": "json_object"}}, '{"b": [7]}', "[7]"),
+    "choice": ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes", "maybe"),
+}
+WRAPPED = {"kimi": ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "special"),
+    diagonal([name for name in TOOL_FORMATS if parser_class(name).SHAPES], [False, True]),
+)
+def test_beside_a_format_the_answer_is_a_call_or_in_the_format(name, special, form):
+    fields, valid, wrong = FORMATS[form]
+    kind = parser_class(name)
+    marks = {*kind.OPEN, *kind.NOISE, *kind.MARKS, kind.CLOSE, getattr(kind, "KEY", "")} - {""}
+    tokenizer = tokenizer_with(sorted(marks), special=special)
+    parsers = parsed_by(name, reasoning="harmony" if name == "harmony" else "")
+    masks = Masks(tokenizer, grammar_of(tokenizer, parsers, tools=TOOLS, **fields))
+    before = f"{BEFORE['harmony']}<|start|>assistant" if name == "harmony" else ""
+    final = "<|channel|>final<|message|>" if name == "harmony" else ""
+    shapes = CALLS[name][:1] if name == "harmony" else CALLS[name]
+    around = [("", ""), *([WRAPPED[name]] if name in WRAPPED else [])]
+    for shape in shapes:
+        for opening, closing in around:
+            for function, arguments in (("f", {"a": 1}), ("g", {"b": "x"})):
+                call = f"{before}{opening}{call_of(name, shape, function, arguments)}{closing}"
+                assert masks.accepts(call), call
+                calls = ParsedChoice(parsers).whole(call)[1]
+                assert [(one.name, json.loads(one.arguments)) for one in calls] == [(function, arguments)]
+        for function, arguments in (("f", {"a": "x"}), ("h", {})):
+            call = call_of(name, shape, function, arguments)
+            assert masks.accepts(before + call) == (form == "json_object" and call.startswith("{"))
+    for text in (final + valid, before + final + valid):
+        assert masks.accepts(text), text
+        pieces, calls = ParsedChoice(parsers).whole(text)
+        assert (pieces.content, calls) == (valid, [])
+    for text in ("", before, final + wrong, "Let me see.", final + valid[:-1]):
+        assert not masks.accepts(text), text
+
+
+TEMPLATE = "{% if tools %}<tool_call>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_a_request_with_tools_and_a_format_may_get_either(path):
+    base = tokenizer_with([])
+    tokenizer = Tokenizer(base.backend, special_tokens=base.special_tokens, chat_template=TEMPLATE)
+    call, answer = call_of("hermes", CALLS["hermes"][0], "f", {"a": 1}), '{"a": 7}'
+    form = {"name": "r", "schema": A}
+    bodies = {
+        "/v1/chat/completions": {
+            "messages": [{"role": "user", "content": "x"}],
+            "response_format": {"type": "json_schema", "json_schema": form},
+            "tools": TOOLS,
+        },
+        "/v1/responses": {
+            "input": "x",
+            "text": {"format": {"type": "json_schema", **form}},
+            "tools": [{"type": "function", **one["function"]} for one in TOOLS],
+        },
+    }
+    ids = [*tokenizer.encode(call, add_special_tokens=False), *tokenizer.eos_token_ids]
+    engine = ScriptedEngine({None: ids}, vocab_size=tokenizer.vocab_size, max_model_len=1000)
+    with serving(engine, tokenizer) as server:
+        answered = server.post(path, bodies[path])
+    assert answered.status_code == 200, answered.text
+    found = answered.json()
+    [called] = found["output"] if "output" in found else found["choices"][0]["message"]["tool_calls"]
+    assert json.loads(called.get("function", called)["arguments"]) == {"a": 1}
+    masks = Masks(tokenizer, engine.requests[0].sampling.grammar)
+    assert masks.accepts(call)
+    assert masks.accepts(answer)
+    assert masks.after("Plain") is None
+
+
+def test_beside_a_format_the_call_or_format_comes_after_the_reasoning():
+    tokenizer = tokenizer_with(["<think>", "</think>", "<tool_call>"])
+    parsers, (fields, valid, wrong) = parsed_by("hermes", reasoning="qwen3"), FORMATS["json_schema"]
+    masks = Masks(tokenizer, grammar_of(tokenizer, parsers, tools=TOOLS, **fields))
+    call, thought = CALLS["hermes"][0].format("f", '{"a": 1}'), "<think>maybe so</think>\n\n"
+    for text in (call, valid, thought + call, thought + valid):
+        assert masks.accepts(text), text
+    for text in ("", thought, wrong, thought + wrong, "Plain."):
+        assert not masks.accepts(text), text
+
+
+def test_a_format_beside_tools_without_a_shape_of_calls_is_refused_by_both_names():
+    [name] = [name for name in TOOL_FORMATS if not parser_class(name).SHAPES]
+    parsers = AnswerParsers(tool_format=name, tools={"f": A})
+    with pytest.raises(ApiError, match=r"response_format beside tools .* gemma4") as error:
+        grammar_of(tokenizer_with([]), parsers, tools=TOOLS, **FORMATS["json_schema"][0])
+    assert (error.value.status, error.value.param) == (400, "response_format")
 
 
 HIDDEN = "<|x|>"

@@ -16,7 +16,6 @@ from typing import Any, BinaryIO, TypeAlias
 from moe_lora.core.errors import MAX_REASON_CHARS, AdapterError, StorageError, cut, shown
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.wrong_files import (
-    SINGLE_NAME,
     TensorEntry,
     confined,
     header_entries,
@@ -24,6 +23,7 @@ from moe_lora.core.wrong_files import (
     open_file,
     pointer_problem,
     read_config,
+    weight_files,
 )
 from moe_lora.families import family_of, model_spec, shape_of
 from moe_lora.families.schema.config_json import TEXT_SECTIONS, text_config
@@ -141,7 +141,8 @@ def base_tensor(site: str, model_dir: Path | None, problem: str, way_out: str) -
         if model_dir is None:
             raise ValueError("the served base model has no checkpoint")
         config, places = read_config(model_dir), _files_by_name(model_dir)
-        family, spec = family_of(config).named_in(places), model_spec(config)
+        spec = model_spec(config)
+        family = family_of(config).named_in(places, spec.tie_word_embeddings)
         name = family.head if site == "head" and not spec.tie_word_embeddings else family.embedding
         if name not in places:
             module = name.removesuffix("weight")
@@ -233,8 +234,7 @@ def _header(path: Path) -> dict[str, TensorEntry]:
 
 def _files_by_name(model_dir: Path) -> dict[str, Path]:
     """Tensor name -> file of the checkpoint."""
-    path = model_dir / SINGLE_NAME
-    return indexed(model_dir) or dict.fromkeys(_header(path), path)
+    return indexed(model_dir) or {name: path for path in weight_files(model_dir) for name in _header(path)}
 
 
 def resized(key: str, tensor: Shaped, shape: ModelShape, where: str) -> AdapterError:

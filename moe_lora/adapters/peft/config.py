@@ -179,7 +179,7 @@ _DUMMY_TARGET = "dummy-target-modules"
 
 
 def refuse_unsupported(fields: dict[str, Any], where: str, subtracts: bool = False) -> None:
-    """Raises AdapterError for more than plain LoRA, or an unknown non-null key.
+    """Raises AdapterError for more than plain LoRA, or an unknown key that is neither null nor false.
 
     subtracts: the caller subtracts PiSSA's initial adapter.
     """
@@ -211,7 +211,9 @@ def refuse_unsupported(fields: dict[str, Any], where: str, subtracts: bool = Fal
         if fields.get(key):
             raise AdapterError(f"{where}: {key}={shown(fields[key])}: {way_out}")
     known = _WITHOUT_EFFECT | _READ | set(_MUST_BE_UNSET)
-    unknown = sorted(key for key, value in fields.items() if value is not None and key not in known)
+    unknown = sorted(
+        key for key, value in fields.items() if value is not None and value is not False and key not in known
+    )
     if unknown:
         raise AdapterError(
             f"{where}: unknown key{'s' * (len(unknown) > 1)} {', '.join(map(shown, unknown[:10]))}: such a "

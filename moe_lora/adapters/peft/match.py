@@ -379,8 +379,8 @@ def _source(
     names: Names,
     where: str,
 ) -> PairSource:
-    what = path if place.form in _MODULES else f"{path}.{place.parameter}"
     if not parts:
+        what = names.readings(path)[0] + ("" if place.form in _MODULES else f".{place.parameter}")
         raise AdapterError(
             f"{where}: no tensors for {what}, which {config.where} targets; the file is incomplete or was "
             "trained for another base model; save it again, or remove the target if it was never trained"

@@ -87,8 +87,8 @@ class TensorName:
     """A LoRA tensor's key in parts.
 
     path: by the served model's names.  depth: nesting of PEFT's wrapper.  part: "A" or "B".  front: prefix of
-    the layers, without wrappers.  read_as: the path with wrappers, below PEFT's outermost prefix.  expert: of
-    one expert beside a matrix of all (see `PlaceMap`).
+    the layers, without wrappers.  read_as: the file's path below PEFT's outermost prefix, without and with
+    wrappers.  expert: of one expert beside a matrix of all (see `PlaceMap`).
     """
 
     path: str
@@ -96,7 +96,7 @@ class TensorName:
     part: str
     adapter: str | None
     front: str
-    read_as: str
+    read_as: tuple[str, ...]
     is_embedding: bool
     expert: int | None = None
 
@@ -128,20 +128,21 @@ class Names:
             return replace(self, by_key=by_key)
         by_key = {key: _joined(name, partners) for key, name in by_key.items()}
         read_as = {path: dict.fromkeys(paths) for path, paths in self._read_as.items()}
-        for key, name in by_key.items():
+        for name in by_key.values():
             if name.expert is not None:
-                read_as.setdefault(name.path, {})[self.by_key[key].path] = None
-        readings = {path: tuple(paths) for path, paths in read_as.items()}
-        return replace(self, by_key=by_key, _read_as=readings)
+                readings = dict.fromkeys(self.readings(name.path))
+                read_as.setdefault(name.path, readings).update(dict.fromkeys(name.read_as))
+        return replace(self, by_key=by_key, _read_as={path: tuple(paths) for path, paths in read_as.items()})
 
     def readings(self, path: str) -> tuple[str, ...]:
-        """The module's paths in the config: the served model's first."""
+        """The module's paths in the config."""
         if not self._read_as:
             return (path,)
-        fronts = self._fronts if path.startswith(f"{self._layer_prefix}.") else ()
-        rest = path.removeprefix(self._layer_prefix)
-        others = (*(front + rest for front in fronts), *self._read_as.get(path, ()))
-        return tuple(dict.fromkeys((path, *others)))
+        own = f"{self._layer_prefix.rpartition('.')[0]}."
+        fronts = self._fronts if path.startswith(own) else ()
+        rest = path.removeprefix(own)
+        found = (*(front + rest for front in fronts), *self._read_as.get(path, ()))
+        return tuple(dict.fromkeys(found)) or (path,)
 
 
 def _joined(name: TensorName, partners: Mapping[str, str]) -> TensorName:
@@ -173,12 +174,13 @@ def read_names(keys: Iterable[str], layer_prefix: str, outer: OuterPaths, where:
     fronts: dict[str, None] = {}
     read_as: dict[str, dict[str, None]] = {}
     for name in by_key.values():
-        found = _IN_STACK.fullmatch(name.read_as)
-        if name.read_as != name.path and found and name.path.startswith(f"{layer_prefix}."):
-            fronts[found["front"] + found["stack"]] = None
-            read_as.setdefault(name.path, {})[name.read_as] = None
-        elif name.read_as != name.path and name.path in outer:
-            read_as.setdefault(name.path, {})[name.read_as] = None
+        in_layers = name.path.startswith(f"{layer_prefix}.")
+        if name.read_as == (name.path,) or not (in_layers or name.path in outer):
+            continue
+        read_as.setdefault(name.path, {}).update(dict.fromkeys(name.read_as))
+        for one in name.read_as if in_layers else ():
+            if found := _IN_STACK.fullmatch(one):
+                fronts[found["front"]] = None
     readings = {path: tuple(paths) for path, paths in read_as.items()}
     notes = tuple(_notes(by_key, layer_prefix, where))
     return Names(by_key, notes, layer_prefix, tuple(fronts), readings)
@@ -248,13 +250,15 @@ def _read_name(key: str, layer_prefix: str, outer: OuterPaths, where: str) -> Te
     while raw.endswith(".base_layer"):
         raw = raw.removesuffix(".base_layer")
     outermost = _OUTERMOST.match(raw)
+    has_own_name = outermost and path.rpartition(".")[2] == found["path"].rpartition(".")[2]
+    read_as = found["path"] if has_own_name else path, raw[outermost.end() :] if outermost else raw
     return TensorName(
         path=path,
         depth=found["nested"].count("."),
         part=found["part"] or found["embedding_part"],
         adapter=found["adapter"] or found["embedding_adapter"],
         front=front,
-        read_as=raw[outermost.end() :] if outermost else raw,
+        read_as=tuple(dict.fromkeys(read_as)),
         is_embedding=found["part"] is None,
     )
 

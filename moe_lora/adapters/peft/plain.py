@@ -23,9 +23,10 @@ from moe_lora.core.attention_shapes import LATENT_SITES
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
 from moe_lora.families import family_named
-from moe_lora.families.schema.family import Place
+from moe_lora.families.schema.family import NAME_ORDERS, THINKER, Place
 
 from .files import CONFIG_FILE, WEIGHTS_FILE
+from .names import without_wrappers
 
 if TYPE_CHECKING:
     from moe_lora.families.schema.family import Family
@@ -64,9 +65,20 @@ class _Layer:
     experts: dict[tuple[str, int], dict[int, _Expert]] = field(default_factory=dict)
 
 
-def plain_pairs(layers: Sequence[Sequence[Pair]], shape: ModelShape) -> list[PlainPair]:
-    """The pairs of each layer (see `Match.layers`) by PEFT's names."""
+def family_by_names(layers: Sequence[Sequence[Pair]], shape: ModelShape) -> Family:
+    """The family, with a multimodal class's names if the source has them."""
     family = family_named(shape.family)
+    keys = [f".{without_wrappers(pair.source)}" for pairs in layers for pair in pairs]
+    for text, front in (*NAME_ORDERS, THINKER):
+        named = family.named_in({family.norm.replace("model.", text, 1)})
+        fronts = (f"{named.stack}.", named.embedding.removesuffix("weight"), *([front] if front else []))
+        if any(f".{one}" in key for one in fronts for key in keys):
+            return named
+    return family
+
+
+def plain_pairs(layers: Sequence[Sequence[Pair]], family: Family, shape: ModelShape) -> list[PlainPair]:
+    """The pairs of each layer (see `Match.layers`) by PEFT's names.  family: `family_by_names`."""
     found: list[PlainPair] = []
     for number, pairs in enumerate(layers):
         if number == shape.num_layers:
@@ -74,9 +86,8 @@ def plain_pairs(layers: Sequence[Sequence[Pair]], shape: ModelShape) -> list[Pla
             continue
         front = f"{family.stack}.{number}."
         layer = _sorted(pairs)
-        dense = list(_dense_pairs(layer, family, front))
-        assert len(dense) == len(layer.dense), f"some places of {family.title} are not written"
-        found += dense
+        found += _dense_pairs(layer, family, front)
+        assert not layer.dense, f"some places of {family.title} are not written"
         found += _head_pairs(layer, family, front)
         found += _expert_pairs(layer, family, front, shape)
     return found
@@ -171,7 +182,10 @@ def _dense_pairs(layer: _Layer, family: Family, front: str) -> Iterable[PlainPai
         pair = layer.dense.get((place.site, place.modules[0]))
         if pair is None or place.form != "matrix" or place.is_split:
             continue
-        a, b = pair.shrink[0], pair.expands[pair.modules.index(place.modules[0])][0].t()
+        for module in place.modules:
+            del layer.dense[place.site, module]
+        blocks = [pair.expands[pair.modules.index(module)][0] for module in place.modules]
+        a, b = pair.shrink[0], torch.cat(blocks, dim=1).t()
         is_parameter = place.optional_linear
         path = f"{front}{place.path}"
         yield PlainPair(

@@ -24,7 +24,7 @@ from moe_lora.families import model_spec
 
 from .base import base_tensor, one_place, resized
 from .config import AdapterConfig
-from .names import OuterPaths, outer_path, without_wrappers
+from .names import OuterPaths, outer_path, stranger, without_wrappers
 from .places import FLOATS, PlaceMap, Shaped, no_floats
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ def replaced_rows(
     tied = model_spec(read_config(base_dir)).tie_word_embeddings
     found: dict[str, ReplacedRows] = {}
     for one in (
-        *_trained_tokens(keys, config, shape, places.outer, tied),
-        *_saved(keys, config, shape, places.outer, tied),
+        *_trained_tokens(keys, config, shape, places, tied),
+        *_saved(keys, config, shape, places, tied),
     ):
         if one.site in found:
             raise AdapterError(
@@ -137,6 +137,8 @@ def _keys(tensors: Mapping[str, Shaped], places: PlaceMap, where: str) -> dict[t
         if parts is None or parts["path"].endswith((".base_layer", ".original_module")):
             continue
         path = outer_path(parts["path"], places.layer_prefix, places.outer)
+        if path not in places.outer and parts["tokens"]:
+            raise AdapterError(f"{where}: {key}: {stranger(key)}")
         if path not in places.outer:
             continue
         site = places.outer._fields[places.outer.index(path)]
@@ -150,22 +152,22 @@ def _trained_tokens(
     keys: Mapping[tuple[str, str], str],
     config: AdapterConfig,
     shape: ModelShape,
-    outer: OuterPaths,
+    places: PlaceMap,
     tied: bool,
 ) -> Iterator[ReplacedRows]:
     given = config.trainable_token_indices
     if not given:
         return
-    by_name = given if isinstance(given, dict) else {outer.embedding: given}
+    by_name = given if isinstance(given, dict) else {places.outer.embedding: given}
     by_site: dict[str, tuple[int, ...]] = {}
     for name, tokens in by_name.items():
-        by_site[_site(name, outer, config, _TOKENS)] = _tokens(tokens, config, shape)
+        by_site[_site(name, places, config, _TOKENS)] = _tokens(tokens, config, shape)
     of_embedding = by_site.get("embedding")
     shares = tied and of_embedding is not None and by_site.get("head", of_embedding) == of_embedding
     for site in dict.fromkeys((*by_site, *(["head"] if shares else []))):
         tokens = of_embedding if shares and of_embedding is not None else by_site[site]
         yield ReplacedRows(
-            key=_key(keys, "embedding" if shares else site, outer, config, _TOKENS),
+            key=_key(keys, "embedding" if shares else site, places.outer, config, _TOKENS),
             site=site,
             tokens=tokens,
             lora_rank=min(len(tokens), shape.hidden_size),
@@ -176,10 +178,10 @@ def _saved(
     keys: Mapping[tuple[str, str], str],
     config: AdapterConfig,
     shape: ModelShape,
-    outer: OuterPaths,
+    places: PlaceMap,
     tied: bool,
 ) -> Iterator[ReplacedRows]:
-    sites = [_site(name, outer, config, _SAVED) for name in config.modules_to_save]
+    sites = [_site(name, places, config, _SAVED) for name in config.modules_to_save]
     if sites and tied and config.ensure_weight_tying:
         raise AdapterError(
             f"{config.where}: {_SAVED} with ensure_weight_tying=True on a tied base is not supported; train "
@@ -187,16 +189,18 @@ def _saved(
         )
     for site in dict.fromkeys(sites):
         yield ReplacedRows(
-            key=_key(keys, site, outer, config, _SAVED),
+            key=_key(keys, site, places.outer, config, _SAVED),
             site=site,
             tokens=None,
             lora_rank=shape.hidden_size,
         )
 
 
-def _site(name: str, outer: OuterPaths, config: AdapterConfig, field: str) -> str:
+def _site(name: str, places: PlaceMap, config: AdapterConfig, field: str) -> str:
+    outer = places.outer
+    served = outer_path(name, places.layer_prefix, outer)
     for site, path in outer._asdict().items():
-        if path == name or path.endswith(f".{name}"):
+        if path == served or path.endswith(f".{name}"):
             return str(site)
     raise AdapterError(
         f"{config.where}: {field}: {shown(name)} is not supported: an adapter may replace rows of "

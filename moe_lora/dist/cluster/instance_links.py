@@ -208,8 +208,9 @@ class ConnectionMux:
             name = output.request_id
             asked = self._requests[name]
             if self._names.get((asked.peer, asked.request_id)) == name:
-                asked.left -= asked.num_prompt + len(output.token_ids)
-                asked.num_prompt = 0
+                if output.token_ids:
+                    asked.left -= asked.num_prompt + len(output.token_ids)
+                    asked.num_prompt = 0
                 if asked.request_id != name:
                     output = msgspec.structs.replace(output, request_id=asked.request_id)
                 experts = None if output.prompt is None else output.prompt.experts
@@ -241,7 +242,7 @@ class ConnectionMux:
 INSTANCE_INTERFACE = Interface({**ENGINE_VERBS, **verbs_of(ConnectionMux)})
 HANDSHAKE = Handshake(
     "front end",
-    version=21,
+    version=22,
     payload=Decoder(InstanceFacts),
     dials=Protocol.of(Request, Abort, answers=INSTANCE_INTERFACE),
     listens=Protocol.of(Outputs, Rejected, Dead, Beat, Move, asks=INSTANCE_INTERFACE),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import nullcontext, suppress
@@ -19,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from anyio import fail_after
+from anyio import current_time, fail_after
 
 from moe_lora.core.clock import Clock
 from moe_lora.core.errors import EngineDeadError, MoeLoraError, MoveError
@@ -140,15 +141,28 @@ class RequestMover:
                 self._leaving.add(attempt)
                 self._in_background(self._move_one_off(name, attempt))
 
-    def move_on(self, resumable: ResumableRequest, attempt: Attempt) -> None:
-        """Move a kept request in the background, with one retry."""
+    def move_ahead(self, resumable: ResumableRequest, attempt: Attempt) -> None:
+        """As `move_on` at the first token, with KV that leaves before."""
+        attempt.first_token = asyncio.Event()
         self._in_background(self._move_kept(resumable, attempt))
 
+    def move_on(self, resumable: ResumableRequest, attempt: Attempt) -> None:
+        """Move a kept request in the background, with one retry."""
+        attempt.kept_s = self._clock.now_s()
+        if attempt.first_token is None:
+            self._in_background(self._move_kept(resumable, attempt))
+            return
+        attempt.first_token.set()
+        if attempt.limit is not None:
+            attempt.limit.deadline = current_time() + ACK_S
+
     async def _move_kept(self, resumable: ResumableRequest, attempt: Attempt) -> None:
-        name, attempt.kept_s = resumable.request.request_id, self._clock.now_s()
+        name = resumable.request.request_id
         problem = await self._try_move(name, attempt, None, "kv")
-        attempt.kept_s = None
-        if problem is not None and self._running.get(name) is resumable and not resumable.aborted:
+        is_kept, attempt.first_token, attempt.kept_s = attempt.kept_s is not None, None, None
+        if not is_kept:  # the first token moves the request
+            logger.info(problem)
+        elif problem is not None and self._running.get(name) is resumable and not resumable.aborted:
             logger.warning(problem)
             if resumable.move is None and resumable.next is None:  # else another move resumes the request
                 self.resume(attempt)
@@ -166,7 +180,8 @@ class RequestMover:
         self, request_id: str, attempt: Attempt | None, target: str | None, kind: MoveKind
     ) -> str | None:
         """Returns the problem, if any.  target None: the router chooses."""
-        async with self._places if attempt is None or attempt.kept_s is None else nullcontext():
+        is_prompt = attempt is not None and (attempt.first_token or attempt.kept_s) is not None
+        async with nullcontext() if is_prompt else self._places:
             resumable = self._running.get(request_id)
             if resumable is not None and resumable.attempt is not attempt:
                 return f"request {request_id!r} has left the instance from which it was to be moved"
@@ -220,13 +235,14 @@ class RequestMover:
         target = begin()  # here: a task cancelled before its start closes no target
         try:
             target.begun_s = self._clock.now_s()
-            ready_s = READY_S if source.kept_s is None else ACK_S
-            with fail_after(ready_s):
+            with fail_after(READY_S if source.kept_s is None else ACK_S) as source.limit:
                 ready = await anext(target.outputs())
             if ready.finish_reason is not None:
                 raise MoveError(ready.error or "the target ended it")
-            with fail_after(ready_s):
+            with fail_after(READY_S if source.kept_s is None else ACK_S) as source.limit:
                 window = await self._send_kv(source, target) if target.request.awaits_kv else None
+            if source.first_token is not None:  # prompts take long: the target may have left
+                self._target(resumable, source, target.instance.name)
             await self._hand_over(resumable, source, target, ready.adapter_version, window)
         except BaseException:
             self.num_failed += 1
@@ -238,12 +254,19 @@ class RequestMover:
         source.leave()
 
     async def _send_kv(self, source: Attempt, target: Attempt) -> KvWindow | None:
-        """Have a decoding source put KV into the target's window, if any."""
+        """Have a computing source put KV into the target's window, if any."""
         window: KvWindow | None = await target.call("kv_window")
+        first_token = source.first_token
         if window is None:  # the pages went elsewhere, or the instance takes no KV
+            if first_token is not None:
+                raise MoveError("the target has no room for the prompt's KV")
             target.kind = "tokens"
         elif source.kept_s is None:
-            await source.call("kv_send", window)
+            if source.limit is not None and first_token is not None:
+                source.limit.deadline = math.inf  # until the first token
+            await source.call("kv_send", window, first_token is not None)
+            if first_token is not None:
+                await first_token.wait()
         return window
 
     async def _hand_over(
@@ -257,15 +280,17 @@ class RequestMover:
         move = resumable.move
         assert move is not None
         held_s = source.kept_s or self._clock.now_s()
+        known = tuple(resumable.delivered[target.first :])
         with fail_after(ACK_S):
-            held: HeldRequest = await source.call("hold_request", target.first, window)
+            held: HeldRequest = await source.call("hold_request", target.first + len(known), window)
         if held.adapter_version != adapter_version:
             raise MoveError("the target has another version of its adapter")
         move.final = True
-        rest = held.tokens, held.sent.num_tokens, held.sent.first_page, held.unshared
+        tokens = known + held.tokens
+        rest = tokens, held.sent.num_tokens, held.sent.first_page, held.unshared
         with fail_after(ACK_S):
             await target.call("resume_request", *rest)
-        target.first += len(held.tokens)
+        target.first += len(tokens)
         target.held_s, target.timing_before = held_s, held.timing
         resumable.next = target
 

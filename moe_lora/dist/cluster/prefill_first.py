@@ -17,7 +17,7 @@ from .routing_client import FleetClient
 
 
 class ByPhase:
-    """A `Router` among prefill instances before a request's first token, then among others."""
+    """A `Router` among prefill instances before a request begins, then among others."""
 
     def __init__(
         self, router: Router, running: Mapping[str, ResumableRequest], prefill_instances: Sequence[str]
@@ -30,8 +30,8 @@ class ByPhase:
         return instance.name in self._prefill_instances
 
     def choose(self, request: Any, instances: Sequence[Any]) -> Any:
-        has_begun = bool(self._running[request.request_id].delivered)
-        fitting = [one for one in instances if self.is_prefill(one) != has_begun]
+        is_begun = self._running[request.request_id].is_begun
+        fitting = [one for one in instances if self.is_prefill(one) != is_begun]
         return self._router.choose(request, fitting or instances)
 
 
@@ -48,20 +48,20 @@ class PrefillFirstClient(FleetClient):
         request = replace(request, prefill_only=len(self._kinds(request.adapter)) == 2)
         async with aclosing(cast("Any", super().generate(request))) as outputs:
             async for output in outputs:
-                if output.token_ids and not has_begun:
-                    has_begun = True
-                    if output.finish_reason is None:
-                        self._move_on(self._running[request.request_id])
-                yield output
+                if output.finish_reason is None and not has_begun:
+                    has_begun = bool(output.token_ids)
+                    self._move_on(self._running[request.request_id], is_ahead=not has_begun)
+                if output.token_ids or output.finish_reason is not None:
+                    yield output
 
     def _kinds(self, adapter: str | None) -> set[bool]:
         """True: prefill instances have the adapter; False: others have."""
         undrained = self._instance_registry.undrained
         return {self._by_phase.is_prefill(one) for one in undrained if adapter not in one.missing}
 
-    def _move_on(self, resumable: ResumableRequest) -> None:
+    def _move_on(self, resumable: ResumableRequest, *, is_ahead: bool) -> None:
         attempt = cast("Attempt", resumable.attempt)
         if self._by_phase.is_prefill(attempt.instance) and False in self._kinds(attempt.request.adapter):
-            self.mover.move_on(resumable, attempt)
-        elif attempt.request.prefill_only:
+            (self.mover.move_ahead if is_ahead else self.mover.move_on)(resumable, attempt)
+        elif attempt.request.prefill_only and not is_ahead:
             self.mover.resume(attempt)

@@ -16,6 +16,10 @@ from moe_lora.engine.client.client import CallableEngine
 from .instances import Instance
 
 if TYPE_CHECKING:
+    import asyncio
+
+    from anyio import CancelScope
+
     from .migration import MoveTask
 
 MAX_RESENDS = 3
@@ -27,7 +31,8 @@ class Attempt:
 
     request: under a separate id, so that outputs of attempts never mix.  first: number of the answer's first
     token here.  Of a move's target: kind; begun_s: when sent; held_s: when the source was held, until a token
-    comes; timing_before: the source's.  kept_s: when a source kept the request.
+    comes; timing_before: the source's.  Of a source: kept_s: when it kept the request; first_token: set
+    then, if the move began before; limit: of the move's present wait.
     """
 
     def __init__(self, instance: Instance, request: GenerateRequest, max_model_len: int) -> None:
@@ -37,6 +42,8 @@ class Attempt:
         self.kind = "kv" if request.awaits_kv else "tokens"
         self.held_s: float | None = None
         self.kept_s: float | None = None
+        self.first_token: asyncio.Event | None = None
+        self.limit: CancelScope | None = None
         self.begun_s = 0.0
         self.timing_before: RequestTiming | None = None
         self._stream: AsyncIterator[TokenOutput] | None = None
@@ -57,13 +64,15 @@ class Attempt:
         return await self.client.call(verb, self.request.request_id, *args)
 
     def take(self, output: TokenOutput) -> None:
-        """Count an output's tokens, with the first output the prompt's."""
+        """Count an output's tokens, with the first token the prompt's."""
+        self._ended = output.finish_reason is not None
+        if not output.token_ids:
+            return
         done = min(self._left, self._num_prompt + len(output.token_ids))
         self._num_prompt = 0
         self._left -= done
         self.instance.outstanding_tokens -= done
-        self._ended = output.finish_reason is not None
-        if output.token_ids and not self._started:
+        if not self._started:
             self._started = True
             self.instance.load.start(self.request.adapter, self._prompt_tokens)
 
@@ -118,12 +127,17 @@ class ResumableRequest:
         if not self.epoch:
             return self.request
         request_id = f"{self.request.request_id}~{self.epoch}"
-        if not self.delivered:
+        if not self.is_begun:
             return replace(self.request, request_id=request_id)
         rest = replace(self.request, request_id=request_id, generated=tuple(self.delivered))
         if self.switches:
             return rest
         return replace(rest, adapter_version=self.adapter_version, adapter_content=adapter_content)
+
+    @property
+    def is_begun(self) -> bool:
+        """True with a token, or if the prompt moves while it is computed."""
+        return bool(self.delivered) or (self.attempt is not None and self.attempt.first_token is not None)
 
     @property
     def switches(self) -> bool:

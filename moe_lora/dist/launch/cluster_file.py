@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from tempfile import TemporaryFile
 
-from moe_lora.config import ControllerConfig, EngineConfig, FrontEndPlace
+from moe_lora.config import ControllerConfig, EngineConfig, FrontEndConfig, FrontEndPlace
 from moe_lora.config.cluster import ClusterConfig, cluster_text, read_cluster
 from moe_lora.config.devices import (
     DeviceShare,
@@ -57,6 +57,11 @@ def write_cluster(file: int, cluster: ClusterConfig) -> None:
         raise
     finally:
         os.ftruncate(file, len(text))
+
+
+def set_front_end(file: int, front_end: FrontEndConfig) -> None:
+    """Replace this section; as `write_cluster`."""
+    write_cluster(file, replace(cluster_in(file), front_end=front_end))
 
 
 def on_sockets(cluster: ClusterConfig, num_front_ends: int, folder: str) -> ClusterConfig:

@@ -306,13 +306,15 @@ async def run_roles(
     at_once: asyncio.Event | None = None,
     dead_s: float = FrontEndConfig.heartbeat_dead_s,
     spare: Spare | None = None,
+    at_start: Callable[[HostRoles], None] = lambda kept: None,
 ) -> bool:
     """Keep the roles running until SIGINT or SIGTERM; True if all started.
 
-    at_once: set by a second signal.
+    at_once: set by a second signal.  at_start: gets the keeper.
     """
     over, at_once = asyncio.Event(), at_once or asyncio.Event()
     kept = HostRoles(roles, drain_s=drain_s, at_once=at_once, dead_s=dead_s, spare=spare)
+    at_start(kept)
 
     def end() -> None:
         if over.is_set():

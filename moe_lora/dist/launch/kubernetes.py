@@ -18,6 +18,7 @@ import yaml
 from moe_lora.config import FrontEndConfig
 from moe_lora.config.optional_parts import ScalingConfig
 from moe_lora.core.errors import ConfigError
+from moe_lora.dist.cluster.controller import ALIVE
 
 from .host_roles import CONTROLLER, FRONT_END, INSTANCE
 from .topology import LORA_SERVER, Hosts, Part, parts_of, roles_file
@@ -32,6 +33,10 @@ _STARTED = f"{STATE}/started"
 """What an instance or a rank of the LoRA Server says of its start."""
 _UNREAD_S = 5
 """Time from the end of a pod to the last new client."""
+_ALIVE = f"{STATE}/alive"
+"""A live controller sets this file's time."""
+_LEASE_S = 15.0
+"""Duration of the leader's Lease, as of Kubernetes' own controllers."""
 _STOP_S = 30
 """Time of a role to end, beside a front end's drain."""
 
@@ -99,7 +104,8 @@ def manifests_text(content: Any, pods: Pods) -> str:
 def manifests(content: Any, pods: Pods) -> list[dict[str, Any]]:
     """Objects of a cluster, in the order of creation.
 
-    content: of a cluster's file, with absolute paths of the pods and without addresses.  Raises ConfigError.
+    content: of a cluster's file, with absolute paths of the pods and without addresses; `controllers` is a
+    number.  Raises ConfigError.
     """
     hosts = Hosts(
         source="the pods",
@@ -109,6 +115,7 @@ def manifests(content: Any, pods: Pods) -> list[dict[str, Any]]:
         state_dir=STATE,
         num_front_ends=pods.num_front_ends,
         name=pods.host,
+        leadership={"store": f"kubernetes://{pods.namespace}/{pods.name}-{CONTROLLER}", "ttl_s": _LEASE_S},
     )
     cluster, file = roles_file(content, hosts)
     for setting in ("ttft_ms", "interval_s"):
@@ -117,9 +124,14 @@ def manifests(content: Any, pods: Pods) -> list[dict[str, Any]]:
     front_end, text = cluster.front_end, yaml.safe_dump(file, sort_keys=False, width=1000)
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
     made = [*_shared(pods, digest, text, front_end.port)]
-    for part in parts_of(cluster, pods.num_front_ends):
+    num_controllers = len(file.get("controllers", ())) or 1
+    if num_controllers > 1:
+        made += _of_leases(pods)
+    for part in parts_of(cluster, pods.num_front_ends, num_controllers):
         grace_s = _STOP_S + (_UNREAD_S + int(front_end.drain_s) if part.role == FRONT_END else 0)
         pod = _pod(pods, part.role, _container(part, front_end), grace_s, digest)
+        if part.role == CONTROLLER and part.count > 1:
+            pod |= {"serviceAccountName": f"{pods.name}-{CONTROLLER}", "automountServiceAccountToken": True}
         scaling = cluster.scaling if part.role == INSTANCE else None
         made += _of_role(pods, part, pod, scaling)
         if scaling is not None:
@@ -142,11 +154,25 @@ def _shared(pods: Pods, digest: str, text: str, port: int) -> Iterator[dict[str,
         yield _object("networking.k8s.io/v1", "NetworkPolicy", pods, part, spec=spec)
 
 
+def _of_leases(pods: Pods) -> Iterator[dict[str, Any]]:
+    """Access of the controllers to the Lease of their leader."""
+    part, group = f"-{CONTROLLER}", "rbac.authorization.k8s.io"
+    name = f"{pods.name}{part}"
+    leases = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"]}
+    # A rule for `create` can't name the object.
+    rules = [{**leases, "resourceNames": [name], "verbs": ["get", "update"]}, {**leases, "verbs": ["create"]}]
+    role = {"apiGroup": group, "kind": "Role", "name": name}
+    subjects = [{"kind": "ServiceAccount", "name": name, "namespace": pods.namespace}]
+    yield _object("v1", "ServiceAccount", pods, part, automountServiceAccountToken=False)
+    yield _object(f"{group}/v1", "Role", pods, part, rules=rules)
+    yield _object(f"{group}/v1", "RoleBinding", pods, part, roleRef=role, subjects=subjects)
+
+
 def _container(part: Part, front_end: FrontEndConfig) -> dict[str, Any]:
     words = ("--config", f"{CONFIG}/cluster.yaml", *part.options(_INDEX))
     if part.role in (FRONT_END, CONTROLLER):
         command = ["moe-lora", "serve", *words]
-        return {"command": command, **(_of_http(front_end) if part.role == FRONT_END else {})}
+        return {"command": command, **(_of_http(front_end) if part.role == FRONT_END else _of_controller())}
     environment = [
         _index(name) if value == _INDEX else {"name": name, "value": value}
         for name, value in part.environment(_INDEX).items()
@@ -157,21 +183,30 @@ def _container(part: Part, front_end: FrontEndConfig) -> dict[str, Any]:
 def _of_http(front_end: FrontEndConfig) -> dict[str, Any]:
     scheme = "HTTP" if front_end.tls_cert is None else "HTTPS"
 
-    def probe(path: str, period_s: int, failures: int) -> dict[str, Any]:
-        get = {"path": path, "port": "http", "scheme": scheme}
-        return {
-            "httpGet": get,
-            "periodSeconds": period_s,
-            "timeoutSeconds": 5,
-            "failureThreshold": failures,
-        }
+    def get(path: str) -> dict[str, Any]:
+        return {"httpGet": {"path": path, "port": "http", "scheme": scheme}}
 
     return {
         "ports": [{"name": "http", "containerPort": front_end.port}],
-        "startupProbe": probe("/live", 2, 150),
-        "livenessProbe": probe("/live", 10, 3),
-        "readinessProbe": probe("/ready", 2, 1),
+        **_probes(live=get("/live"), ready=get("/ready")),
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(_UNREAD_S)]}}},
+    }
+
+
+def _of_controller() -> dict[str, Any]:
+    """The leader's event loop, or a standby's campaign, sets the time of a file."""
+    recent = {"exec": {"command": ["sh", "-c", f'test -n "$(find {_ALIVE} -mmin -1)"']}}
+    return {"env": [{"name": ALIVE, "value": _ALIVE}], **_probes(live=recent, ready=recent)}
+
+
+def _probes(live: Mapping[str, Any], ready: Mapping[str, Any]) -> dict[str, Any]:
+    def probe(check: Mapping[str, Any], period_s: int, failures: int) -> dict[str, Any]:
+        return {**check, "periodSeconds": period_s, "timeoutSeconds": 5, "failureThreshold": failures}
+
+    return {
+        "startupProbe": probe(live, 2, 150),
+        "livenessProbe": probe(live, 10, 3),
+        "readinessProbe": probe(ready, 2, 1),
     }
 
 

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from moe_lora.config import FrontEndConfig
@@ -27,8 +28,8 @@ from .cluster_file import (
     most_instances,
     on_sockets,
     placed,
+    set_front_end,
     thread_share,
-    write_cluster,
 )
 from .host_roles import HostRoles, Role, instance_roles, server_roles, spare_of
 
@@ -145,9 +146,7 @@ def passed_on(passes_on: Listeners | None, file: int, roles: HostRoles) -> Itera
     """Keep the processes' log level equal to this process's."""
 
     def tell(now: FrontEndConfig) -> None:
-        cluster = cluster_in(file)
-        front_end = replace(cluster.front_end, log_level=now.log_level)
-        write_cluster(file, replace(cluster, front_end=front_end))
+        set_front_end(file, replace(cluster_in(file).front_end, log_level=now.log_level))
         roles.hang_up()
 
     if passes_on is None:
@@ -181,12 +180,26 @@ class OwnServer:
         """Let an administrator change the layout.  file: of the instances."""
 
         async def change(layout: str, capacity: int, limit_s: float) -> str:
-            from .local_layout import LayoutChange
+            from .local_layout import ControlledInstances, LayoutChange
 
-            return await LayoutChange(self, file, instances, controlled).to(layout, capacity, limit_s)
+            found = ControlledInstances(instances, controlled.instance_registry)
+            return await LayoutChange(self, file, found).to(layout, capacity, limit_s)
 
         assert controlled.controller.provision is not None
         controlled.controller.provision.relayout = change
+
+
+@asynccontextmanager
+async def layouts_changed(own: OwnServer, file: int) -> AsyncIterator[Callable[[HostRoles], None]]:
+    """Meanwhile a separate controller may change the layout.  file: of the roles; yields a setter of them."""
+    if own.now is None:
+        yield lambda roles: None
+        return
+    from .local_layout import LayoutKeeper
+
+    keeper = LayoutKeeper(own, file)
+    async with keeper.open():
+        yield partial(setattr, keeper, "roles")
 
 
 @asynccontextmanager

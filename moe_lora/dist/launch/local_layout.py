@@ -12,17 +12,31 @@ import asyncio
 import itertools
 import logging
 import os
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 
 from anyio import CancelScope, current_time, fail_after, move_on_after
 
 from moe_lora.config import LoraServerConfig
 from moe_lora.config.cluster import ClusterConfig
-from moe_lora.config.devices import LORA_SERVER, Devices
-from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
+from moe_lora.config.devices import LORA_SERVER, Devices, instance_names
+from moe_lora.core.address import Address
+from moe_lora.core.errors import (
+    CapacityError,
+    ConfigError,
+    ControllerAwayError,
+    LastProblem,
+    LoraServerError,
+)
 from moe_lora.core.partition import Layout, Partition
-from moe_lora.dist.cluster.controller.cluster_controller import ControlledFleet
+from moe_lora.dist.cluster.controller.keeper_link import HANDSHAKE, LinkEnd, keeper_socket
+from moe_lora.dist.cluster.instances import InstanceRegistry
+from moe_lora.dist.net.codec import verb
+from moe_lora.dist.net.connection import listen
+from moe_lora.dist.net.peer import Peer
+from moe_lora.dist.net.session import Dialler
 from moe_lora.families import shape_of
 
 from .cluster_file import cluster_file, cluster_in, placed, write_cluster
@@ -35,12 +49,34 @@ _LOOK_S = 0.1
 _numbers = itertools.count(1)
 
 
-class LayoutChange:
-    """One change.  file, instances: of the engines."""
+@dataclass(frozen=True)
+class ControlledInstances:
+    """Instances of this process's controller."""
 
-    def __init__(self, own: OwnServer, file: int, instances: HostRoles, controlled: ControlledFleet) -> None:
-        self._own, self._file = own, file
-        self._instances, self._registry = instances, controlled.instance_registry
+    roles: HostRoles
+    registry: InstanceRegistry
+
+    @property
+    def running(self) -> Mapping[str, int]:
+        return self.roles.running
+
+    @property
+    def serving(self) -> Collection[str]:
+        return {one.name for one in self.registry.live}
+
+    def kill(self, name: str) -> None:
+        self.roles.kill(name)
+
+    async def move(self, name: str, address: str, layout: str) -> None:
+        [instance] = (one for one in self.registry.live if one.name == name)
+        await instance.client.call("join_lora_server", address, layout)
+
+
+class LayoutChange:
+    """One change.  file: of the instances."""
+
+    def __init__(self, own: OwnServer, file: int, instances: ControlledInstances | LayoutKeeper) -> None:
+        self._own, self._file, self._instances = own, file, instances
         self._refusal: CapacityError | None = None
 
     async def to(self, text: str, capacity: int, limit_s: float) -> str:
@@ -62,7 +98,7 @@ class LayoutChange:
         logger.info("ranks of %s are ready after %.1f s", server.layout, current_time() - began_s)
         with CancelScope(deadline=began_s + limit_s):
             await asyncio.gather(*(self._move(name, moving, server) for name in tuple(moving)))
-        if (left := self._left(moving)) and all(one.name in left for one in self._registry.live):
+        if (left := self._left(moving)) and all(name in left for name in self._instances.serving):
             self._write(before)
             for name in self._instances.running.keys() - left:
                 self._instances.kill(name)  # its file named ranks that end
@@ -85,11 +121,6 @@ class LayoutChange:
             raise ConfigError(
                 "lora_server.device_puts joins devices that start together, so the layout is fixed; start "
                 "again with the other lora_server.layout, or leave device_puts out"
-            )
-        if engine.num_ranks > 1:
-            raise ConfigError(
-                f"the layout is fixed beside instances of {engine.num_ranks} ranks (expert_parallel, "
-                f"tensor_parallel); start again with lora_server.layout={text}"
             )
         layout = Layout.parse(text)
         Partition(shape_of(engine.hf_config()), layout, engine.expert_parallel, sites=given.sites)
@@ -132,13 +163,15 @@ class LayoutChange:
 
     async def _move(self, name: str, moving: dict[str, int], server: LoraServerConfig) -> None:
         """Move an instance, and take its process out of `moving`; returns at a refusal, or its end."""
+        problem = LastProblem()
         while name in self._left(moving):
-            for one in [one for one in self._registry.live if one.name == name]:
+            if name in self._instances.serving:
                 try:
-                    await one.client.call("join_lora_server", server.address, server.layout)
+                    await self._instances.move(name, server.address, server.layout)
                     del moving[name]
                 except Exception as error:
-                    logger.warning("%s does not move to %s: %s", name, server.layout, error)
+                    if problem.is_new(str(error)):
+                        logger.warning("%s does not move to %s: %s", name, server.layout, error)
                     if isinstance(error, CapacityError):
                         self._refusal = error
                         return
@@ -154,10 +187,67 @@ class LayoutChange:
         former = self._instances.running.get(name)
         self._instances.kill(name)
         with move_on_after(limit_s):
-            while self._instances.running.get(name) in (None, former) or all(
-                one.name != name for one in self._registry.live
-            ):
+            while self._instances.running.get(name) in (None, former) or name not in self._instances.serving:
                 await asyncio.sleep(_LOOK_S)
+
+
+class LayoutKeeper(LinkEnd):
+    """Changes the layout for a separate controller, which reaches the instances.
+
+    A change outlives the controller: the next controller moves the remaining instances.  file: of the
+    instances.  roles: set at their start.
+    """
+
+    roles: HostRoles
+
+    def __init__(self, own: OwnServer, file: int) -> None:
+        super().__init__()
+        self._own, self._file, self._changing = own, file, asyncio.Lock()
+        cluster = cluster_in(file)
+        self._names = set(instance_names(cluster.engine.num_instances))
+        self._address = Address(path=keeper_socket(cluster))
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Listen for the controller until the context ends."""
+        visit = partial(HANDSHAKE.receive, lambda caller: None, self._welcome)
+        async with listen("keeper", self._address, None, visit):
+            try:
+                yield
+            finally:
+                for task in self.answering:
+                    task.cancel()
+                await asyncio.gather(*self.answering, return_exceptions=True)
+
+    @property
+    def running(self) -> Mapping[str, int]:
+        return {name: pid for name, pid in self.roles.running.items() if name in self._names}
+
+    @property
+    def serving(self) -> Collection[str]:
+        return self.roles.started & self._names
+
+    def kill(self, name: str) -> None:
+        self.roles.kill(name)
+
+    async def move(self, name: str, address: str, layout: str) -> None:
+        """Through the controller.  Raises ControllerAwayError, or PeerEndedError."""
+        if self.peer is None:
+            raise ControllerAwayError("the controller is away")
+        await self.peer.call("move_instance", name, address, layout)
+
+    @verb
+    async def change_layout(self, layout: str, capacity: int, limit_s: float) -> str:
+        async with self._changing:
+            address = await LayoutChange(self._own, self._file, self).to(layout, capacity, limit_s)
+        if self.peer is not None:  # a controller since the middle of the change has read the other address
+            self.peer.call("use_lora_server", address)
+        return address
+
+    async def _welcome(self, peer: Peer, caller: Dialler) -> None:
+        assert self._own.now is not None
+        peer.call("use_lora_server", _server_of(self._own.now.cluster).address)
+        await self.serve(peer)
 
 
 def _server_of(cluster: ClusterConfig) -> LoraServerConfig:

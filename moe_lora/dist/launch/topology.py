@@ -57,7 +57,7 @@ class Part:
 
     def options(self, index: str) -> tuple[str, ...]:
         """Options of a process's command."""
-        named = self.role == INSTANCE or (self.role == FRONT_END and self.count > 1)
+        named = self.role == INSTANCE or (self.role in (FRONT_END, CONTROLLER) and self.count > 1)
         return ("--role", self.role, *(("--name", f"{self.role}-{index}") if named else ()))
 
     def ports(self, number: int) -> list[int]:
@@ -73,13 +73,13 @@ class Part:
         return {"RANK": index, "LOCAL_RANK": "0", "WORLD_SIZE": str(self.count)}
 
 
-def parts_of(cluster: ClusterConfig, num_front_ends: int) -> list[Part]:
+def parts_of(cluster: ClusterConfig, num_front_ends: int, num_controllers: int = 1) -> list[Part]:
     """The parts of a cluster, clients' first.  The ranks of an instance share a host."""
     engine = cluster.engine
     on_gpu = engine.device != "cpu"
     parts = [Part(role=FRONT_END, count=num_front_ends)]
     if num_front_ends > 1:
-        parts.append(Part(role=CONTROLLER, count=1))
+        parts.append(Part(role=CONTROLLER, count=num_controllers))
     if cluster.lora_server is not None:
         ranks = Layout.parse(cluster.lora_server.layout).num_ranks
         parts.append(Part(role=LORA_SERVER, count=ranks, num_gpus=1 if on_gpu else 0))
@@ -94,7 +94,7 @@ class Hosts:
     """Facts of the hosts for the file of the roles.
 
     source, place: name the hosts in errors.  folder: of the file.  name: role and number -> a process's name
-    in the network.
+    in the network.  leadership: section for several controllers; None: one at most.
     """
 
     source: str
@@ -104,6 +104,7 @@ class Hosts:
     state_dir: str
     num_front_ends: int
     name: Callable[[str, int], str]
+    leadership: Mapping[str, Any] | None = None
 
 
 def roles_file(content: Any, hosts: Hosts) -> tuple[ClusterConfig, dict[str, Any]]:
@@ -112,6 +113,7 @@ def roles_file(content: Any, hosts: Hosts) -> tuple[ClusterConfig, dict[str, Any
     content: with absolute paths of the hosts and without addresses.  Raises ConfigError.
     """
     given = dict(mapping_of("the file", content))
+    num_controllers = 1 if hosts.leadership is None else _num_controllers(given, hosts.num_front_ends)
     for setting in _MADE_HERE:
         found: Any = given
         for name in setting:
@@ -134,12 +136,18 @@ def roles_file(content: Any, hosts: Hosts) -> tuple[ClusterConfig, dict[str, Any
     if len(places) == 1:
         front_end["engines_address"] = places[f"{FRONT_END}-0"]
     else:
-        host = hosts.name(CONTROLLER, 0)
         given["front_ends"] = {name: {"engines_address": place} for name, place in places.items()}
-        given["controller"] = {
-            "address": f"{host}:{PORTS['controller']}",
-            "engines_address": f"{host}:{PORTS['controller_engines']}",
+        controllers = {
+            f"{CONTROLLER}-{number}": {
+                "address": f"{hosts.name(CONTROLLER, number)}:{PORTS['controller']}",
+                "engines_address": f"{hosts.name(CONTROLLER, number)}:{PORTS['controller_engines']}",
+            }
+            for number in range(num_controllers)
         }
+        if len(controllers) == 1:
+            given["controller"] = controllers[f"{CONTROLLER}-0"]
+        else:
+            given |= {"controllers": controllers, "leadership": hosts.leadership}
     if cluster.lora_server is not None:
         address = f"{hosts.name(LORA_SERVER, 0)}:{PORTS['lora_server']}"
         server = _between_hosts("lora_server", given["lora_server"])
@@ -148,6 +156,19 @@ def roles_file(content: Any, hosts: Hosts) -> tuple[ClusterConfig, dict[str, Any
         given["pool"] = _between_hosts("pool", given["pool"])
     cluster_of(given, Path(hosts.folder))
     return cluster, given
+
+
+def _num_controllers(given: dict[str, Any], num_front_ends: int) -> int:
+    """Remove and return the number of controllers, 1 without one.  Raises ConfigError."""
+    number = given.get("controllers")
+    if type(number) is not int:
+        return 1
+    if number < 1 or (number > 1 and num_front_ends == 1):
+        raise ConfigError(
+            f"controllers={number}: give 1 or more, and with several controllers --front-ends 2 or more"
+        )
+    del given["controllers"]
+    return number
 
 
 def _check(cluster: ClusterConfig) -> None:

@@ -152,6 +152,11 @@ class LeaseClient:
         for adapter_id in self._wanted.keys() - former._wanted.keys():
             self.release(adapter_id)
 
+    def covers(self, former: LeaseClient) -> bool:
+        """True if adapters with a lease of `former` have one here, or none can come."""
+        leased = (one for one in former._wanted if former.lease(one))
+        return not self.connected or all(self.lease(one) or one in self._rejected for one in leased)
+
     def stop(self) -> None:
         self._joined.get_loop().call_soon_threadsafe(self._joined.cancel)
         network().run(self._ended())

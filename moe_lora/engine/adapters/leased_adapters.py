@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from moe_lora.dist.lora_server.attach import LeaseClient, LoraServerClient
     from moe_lora.engine.core import EngineCore
     from moe_lora.engine.ranks.rank import Rank
+    from moe_lora.engine.ranks.server_move import FollowersMove
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +181,6 @@ class LeasedAdapters(AdapterStore):
 
     def lease_from(self, server: LoraServerClient, leases: LeaseClient) -> LeaseClient:
         """Use the `leases_at` a server from now on, between steps; returns the former ones."""
-        leases.succeed(self._leases)
         with self._lock:
             former, self._leases, self._server = self._leases, leases, server
         leases.on_failure = self._fail
@@ -192,17 +192,32 @@ class LeasedAdapters(AdapterStore):
     def move(
         self, core: EngineCore, files: Executor, address: str, layout: str
     ) -> Generator[Future[Any], Any, None]:
-        """Reach another server, wait for leases there, then move; requests go on meanwhile.
+        """Reach another server, wait for leases there, then move all ranks; requests go on meanwhile.
 
-        For an instance of one rank.  Raises LoraServerError or CapacityError; then nothing has changed.
+        Raises LoraServerError if a rank does not reach the server, CapacityError for a refused adapter; then
+        nothing has changed.
         """
         rank = core.rank
         assert rank.config.lora_server is not None
+        if rank.config.lora_server.address == address:
+            return
         server = replace(rank.config.lora_server, address=address, layout=layout)
-        if rank.config.lora_server.address != address:
-            reached = (yield files.submit(_reached, rank, self, server)).result()
-            leases = self.lease_from(*reached)
-            files.submit(_left, rank.move_to(server, reached[0]), leases)
+        others = _followers_move(core, server)
+        try:
+            client, leases = (yield files.submit(_reached, rank, self, server, others)).result()
+            end_s = time.monotonic() + GRANTS_S
+            leases.succeed(self._leases)
+            while not leases.covers(self._leases) and time.monotonic() < end_s:
+                yield files.submit(time.sleep, _LOOK_S)  # requests have started
+                leases.succeed(self._leases)
+            former = self.lease_from(client, leases)
+        except Exception:
+            if others is not None:
+                others.leave()
+            raise
+        if others is not None:
+            others.move()
+        files.submit(_left, rank.move_to(server, client), former)
 
     def close(self) -> None:
         super().close()
@@ -226,8 +241,17 @@ class LeasedAdapters(AdapterStore):
             self.on_change()
 
 
+def _followers_move(core: EngineCore, server: LoraServerConfig) -> FollowersMove | None:
+    followers = core.transfers.followers
+    if not followers.num_followers:
+        return None
+    from moe_lora.engine.ranks.server_move import FollowersMove
+
+    return FollowersMove(followers, server)
+
+
 def _reached(
-    rank: Rank, leased: LeasedAdapters, server: LoraServerConfig
+    rank: Rank, leased: LeasedAdapters, server: LoraServerConfig, others: FollowersMove | None
 ) -> tuple[LoraServerClient, LeaseClient]:
     client = rank.reach(server)
     assert client is not None
@@ -235,6 +259,8 @@ def _reached(
         undo.callback(client.close)
         leases = leased.leases_at(client)
         undo.callback(leases.stop)
+        if others is not None:
+            others.wait()
         end_s = time.monotonic() + GRANTS_S
         while not leases.settled and time.monotonic() < end_s:
             time.sleep(_LOOK_S)

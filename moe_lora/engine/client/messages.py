@@ -49,7 +49,7 @@ class KvWindow:
 
 @dataclass(frozen=True)
 class KvSent:
-    """KV of num_tokens in the target's window; the last put started at first_page."""
+    """KV of num_tokens in the target's window; pages from first_page on were put twice."""
 
     num_tokens: int
     first_page: int

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
@@ -43,6 +43,7 @@ from .followers import (
     MemoryOrder,
     OrderEnded,
     RankReport,
+    ServerOrder,
     SetUp,
     host_counts,
     shared_layers,
@@ -50,6 +51,9 @@ from .followers import (
 from .rank import Rank
 from .rank_runner import make_runner
 from .regroup import FollowedSteps, JoinGroup, LeaveGroup
+
+if TYPE_CHECKING:
+    from .server_move import FollowedMoves
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +102,7 @@ def _obey(
     copies = FollowerCopies(rank.mover, copier, answers.send)
     steps = FollowedSteps(rank, runner, directory)
     counts = host_counts(directory, rank.dist_rank)
+    moves: FollowedMoves | None = None
     while True:
         message = _receive(connection)
         if isinstance(message, StepBatch):
@@ -120,8 +125,17 @@ def _obey(
             answers.send(Done())
         elif isinstance(message, MemoryOrder):
             answers.send(_attempted(partial(message.carry_out, rank)))
+        elif isinstance(message, ServerOrder):
+            moves = moves or _moves(rank, directory)
+            moves.carry_out(message)
         else:
             copier.carry_out(message)
+
+
+def _moves(rank: Rank, directory: Path) -> FollowedMoves:
+    from .server_move import FollowedMoves
+
+    return FollowedMoves(rank, directory)
 
 
 def _attempted(work: Callable[[], object]) -> Done:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from moe_lora.config import EngineConfig
+from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.errors import EngineDeadError
 from moe_lora.core.host import OwnFolder
 from moe_lora.core.processes import STOP_TIMEOUT_S, Child, end_children, start_child
@@ -98,6 +98,15 @@ class MemoryOrder:
 
 
 @dataclass(frozen=True)
+class ServerOrder:
+    """A part of a move to the next LoRA Server (`server_move`), without an answer.  server: to reach."""
+
+    number: int
+    step: Literal["reach", "move", "leave"]
+    server: LoraServerConfig | None = None
+
+
+@dataclass(frozen=True)
 class RankReport:
     """Answer after earlier messages."""
 
@@ -157,6 +166,14 @@ class Followers:
     def directory(self) -> Path:
         assert self._folder is not None
         return self._folder.path
+
+    @property
+    def num_followers(self) -> int:
+        return len(self._connections)
+
+    @property
+    def closed(self) -> bool:
+        return self._ending.is_set()
 
     def set_up(self, config: EngineConfig) -> None:
         """Start the load of each follower's model; `settle` waits for the end."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat templates of Hugging Face checkpoints, rendered by transformers' own function.
 
-A template for parts gets a text as a part, and a template for texts gets parts as lines.
+A template for parts gets a text as a part, and a template for texts gets parts as lines.  A template without
+developers gets their messages as system messages.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class ContentForms:
         return self._kept((role, *sorted(variables)), variables)
 
     def fitted(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[Message]:
-        """The messages, with content in the only fit form."""
+        """The messages, with content in the only fit form, and the fit role of developers."""
         named = dict.fromkeys(role for one in messages if isinstance(role := one.get("role"), str))
         unusual = [role for role in named if role not in USUAL_ROLES]
         roles = (*USUAL_ROLES, *unusual[:MAX_UNUSUAL_ROLES])
@@ -86,6 +87,9 @@ class ContentForms:
 
     def _fitted(self, message: Message, variables: Mapping[str, Any]) -> Message:
         content, role = message.get("content"), message["role"]
+        if role == "developer" and not self.fit(role, variables) and self.fit("system", {}):
+            role = "system"
+            message = {**message, "role": role}
         if isinstance(content, str) and self.fit(role, variables) == {PARTS}:
             return {**message, "content": [{"type": "text", "text": content}]}
         if isinstance(content, list) and self.fit(role, variables) == {TEXT} and all(map(_is_text, content)):

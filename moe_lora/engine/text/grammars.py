@@ -154,9 +154,7 @@ class _DecodedTokens:
         special = {*mark_ids(tokenizer).values(), *ends}
         self.special_token_ids = sorted(special)
         self._tokenizer = tokenizer
-        anchor = tokenizer.encode("a", add_special_tokens=False)
-        start = tokenizer.decode(anchor)
-        texts = (tokenizer.decode([*anchor, one])[len(start) :] for one in range(vocab_size))
+        texts = map(tokenizer.token_text, range(vocab_size))
         self.tokens = [
             b"" if one in special or REPLACEMENT in text else text.encode() for one, text in enumerate(texts)
         ]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import tokenizers
 
     from moe_lora.config import EngineConfig
+    from moe_lora.core.request import ModelInfo, SamplingParams
 
     from .chat_template import ChatTemplates
 
@@ -45,6 +47,10 @@ REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 6
 LONG_WINDOW_TOKENS = 32
 MOST_CUTS = 8
+_PLAIN = {*range(33, 127), *range(161, 173), *range(174, 256)}
+_BYTES = {chr(one): one for one in _PLAIN}
+_BYTES |= {chr(256 + place): one for place, one in enumerate(one for one in range(256) if one not in _PLAIN)}
+"""Characters of byte-level vocabularies -> bytes, as in GPT-2."""
 
 
 class Tokenizer:
@@ -103,6 +109,26 @@ class Tokenizer:
         # `encode` keeps Python's lock for the whole text.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    @cached_property
+    def _anchor(self) -> tuple[list[int], int]:
+        """Tokens before another token, and the length of their text."""
+        ids = self.encode("a", add_special_tokens=False)
+        return ids, len(self.decode(ids, skip_special_tokens=False))
+
+    def token_text(self, token_id: int) -> str:
+        """The token's text behind other text: decoders strip a leading space at a text's start."""
+        ids, num_chars = self._anchor
+        return self.decode([*ids, token_id], skip_special_tokens=False)[num_chars:]
+
+    def part_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token with a part of a character, by its name in the vocabulary."""
+        name = self.backend.id_to_token(token_id) or ""
+        if name.startswith("<0x") and name.endswith(">"):
+            return bytes.fromhex(name[3:-1])
+        if _BYTES.keys() >= {*name}:
+            return bytes(map(_BYTES.__getitem__, name))
+        return REPLACEMENT.encode()
+
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token ids of each word, also after a space if the first token then differs (as in vLLM)."""
         found = []
@@ -136,6 +162,15 @@ class Tokenizer:
                 "server with --adapter-chat-template for adapters that bring a chat template"
             )
         return self.chat_templates.render(messages, **options)
+
+
+def with_end_tokens(sampling: SamplingParams, tokenizer: Tokenizer | None, info: ModelInfo) -> SamplingParams:
+    """The parameters with the tokenizer's end tokens, unless ignored."""
+    if tokenizer is None or sampling.ignore_eos:
+        return sampling
+    known = {*info.eos_token_ids, *sampling.stop_token_ids}
+    more = tuple(i for i in tokenizer.eos_token_ids if i not in known and i < info.vocab_size)
+    return replace(sampling, stop_token_ids=sampling.stop_token_ids + more) if more else sampling
 
 
 def load_tokenizer(model_dir: str | Path, chat: ChatSettings = UNCHANGED_CHAT) -> Tokenizer | None:

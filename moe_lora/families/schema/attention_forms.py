@@ -216,13 +216,15 @@ def rope_by_window(config: ConfigJson, theta: float, local: float | None = None)
     """Fields of `ModelSpec`: frequencies of the sliding layers, then of the full layers.
 
     theta: of a config without rope_theta.  local: base of the sliding layers without rope_parameters; None:
-    that of the full layers.  rope_scaling is of the full layers.
+    that of the full layers.  rope_scaling, and rope_parameters without kinds, are of the full layers.
     """
-    if config.section("rope_parameters"):
+    given = config.section("rope_parameters")
+    if given:
         config.require({"rope_scaling": ()})
+    is_flat = not any(map(given.states, _WINDOWS))
     size = config.size("head_dim", default=config.size("hidden_size") // config.size("num_attention_heads"))
-    base = config.number("rope_theta", default=theta, above=1.0)
-    scaling = config.get("rope_scaling", default={})
+    base = config.number("rope_parameters.rope_theta", "rope_theta", default=theta, above=1.0)
+    scaling = config.get("rope_parameters" if given and is_flat else "rope_scaling", default={})
     sections = ({"rope_theta": local or base}, {**scaling, "rope_theta": base})
     kinds = {kind: (size, section) for kind, section in zip(_WINDOWS, sections, strict=True)}
-    return {"rope": rope_by_kind(config, kinds), "rope_by_window": True}
+    return {"rope": rope_by_kind(config, kinds, is_flat=is_flat), "rope_by_window": True}

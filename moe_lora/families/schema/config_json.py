@@ -10,6 +10,8 @@ from moe_lora.core.errors import ConfigError
 
 _MISSING: Any = object()
 _TIED_INSIDE = ("qwen2_vl", "qwen2_5_vl", "glm4v_moe")
+_TIED_BY_TEXT = ("mistral3", "kimi_k25")
+"""Classes that write true beside a head of its own."""
 TEXT_SECTIONS = ("text_config", "thinker_config")
 """Sections of a multimodal config.json with keys of the language model."""
 LARGEST = 1e30
@@ -19,7 +21,8 @@ LARGEST = 1e30
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's keys of a multimodal config.json.
 
-    tie_word_embeddings is of the whole model; models in _TIED_INSIDE are tied by either key.
+    tie_word_embeddings is of the whole model; in _TIED_INSIDE either key ties, in _TIED_BY_TEXT the language
+    model's.
     """
     thinker = config.get("thinker_config")
     whole = {**config, **thinker} if isinstance(thinker, Mapping) else config
@@ -27,8 +30,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(part, Mapping):
         return whole
     beside = {key: value for key, value in whole.items() if key not in TEXT_SECTIONS}
-    tied = beside.get("tie_word_embeddings")
-    if tied is None or (not tied and whole.get("model_type") in _TIED_INSIDE):
+    tied, kind = beside.get("tie_word_embeddings"), whole.get("model_type")
+    by_text = kind in _TIED_BY_TEXT and part.get("tie_word_embeddings") is not None
+    if tied is None or by_text or (not tied and kind in _TIED_INSIDE):
         return {**beside, **part}
     return {**beside, **part, "tie_word_embeddings": tied}
 

@@ -328,15 +328,22 @@ class Family:
     experts_stay: bool = False
     tool_format: str = ""
 
-    def named_in(self, checkpoint: Container[str]) -> Family:
-        """The family with its names in the checkpoint: multimodal or not."""
+    def named_in(self, checkpoint: Container[str], tied: bool = False) -> Family:
+        """The family with its names in the checkpoint: multimodal or not.
+
+        tied: the head's tensor is the embedding if alone, as safetensors.torch.save_model writes.
+        """
+        found = self
         for text, front in (*NAME_ORDERS, THINKER):
             embedding, norm, stack = (
                 name.replace("model.", text, 1) for name in (self.embedding, self.norm, self.stack)
             )
-            if embedding in checkpoint:
-                return replace(self, embedding=embedding, norm=norm, stack=stack, head=front + self.head)
-        return self
+            if norm in checkpoint:
+                found = replace(self, embedding=embedding, norm=norm, stack=stack, head=front + self.head)
+                break
+        if tied and found.embedding not in checkpoint and found.head in checkpoint:
+            return replace(found, embedding=found.head)
+        return found
 
     def shape(self, name: str, config: Mapping[str, Any]) -> ModelShape:
         """Sizes of the model."""

@@ -52,16 +52,18 @@ def rope_spec(
     return _rope(config, section, head_dim, theta_keys, theta, rotary_factor)
 
 
-def rope_by_kind(config: ConfigJson, kinds: Mapping[str, tuple[int, Mapping[str, Any]]]) -> RopeSpec:
+def rope_by_kind(
+    config: ConfigJson, kinds: Mapping[str, tuple[int, Mapping[str, Any]]], *, is_flat: bool = False
+) -> RopeSpec:
     """Frequencies of each kind of layer, kind after kind.
 
-    kinds: head_dim, and the section of a config without rope_parameters.
+    kinds: head_dim, and the section of a config without rope_parameters, or with `is_flat`.
     """
     frequencies: list[float] = []
     factor = 1.0
     for kind, (head_dim, default) in kinds.items():
         section = ConfigJson(default, "rope_parameters")
-        if config.section("rope_parameters"):
+        if not is_flat and config.section("rope_parameters"):
             section = config.section("rope_parameters").section(kind)
             section.get("rope_theta")
         name = section.get(*TYPE_KEYS, default="default")

@@ -196,7 +196,7 @@ def searched_loads(
 
 def place_of(plan: Plan) -> SizedCluster:
     if plan.kind == "coupled":
-        return SizedCluster(None, plan.instances, plan.slots)
+        return SizedCluster(None, plan.instances, plan.slots, plan.prefill_instances, plan.full_steps)
     return SizedCluster(Layout.parse(plan.layout), plan.instances)
 
 

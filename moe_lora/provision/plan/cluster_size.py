@@ -310,9 +310,9 @@ class Cluster:
                 f"{base_s - slo_s:.3f} s too long; raise --slo-ttft-s or --instance-gpus"
             )
 
-    def token_s(self, ep: int | None) -> float:
-        """Time of a prompt token in a full step."""
-        tokens = self.step_tokens(ep, 0.0)
+    def token_s(self, ep: int | None, tokens: int | None = None) -> float:
+        """Time of a prompt token in a step of `tokens`; None: in a full step within the TPOT SLO."""
+        tokens = self.step_tokens(ep, 0.0) if tokens is None else tokens
         step = StepTokens(0.0, tokens, 1.0, tokens * self._context_of_a_token)
         layer_s = self.stages.coupled_layer_s(step) if ep is None else self.stages.remote_layer_s(ep, step)
         return self.inputs.shape.num_layers * layer_s / tokens

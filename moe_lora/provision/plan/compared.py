@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cheaper of coupled instances and of instances beside a LoRA Server."""
+"""The cheapest of coupled instances, divided instances and instances beside a LoRA Server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_lora.workload.traces.records import Trace
 
 from .checked import PATIENCE, PlaceSearch, checked_server_plan, replaced, searched_loads
 from .cluster_size import MS, Cluster
-from .coupled import MOST_PROMPTS, Coupled
+from .coupled import MOST_PROMPTS, Apart, Coupled, sizing_of
 from .evidence import bound_of
 from .inputs import PlanInputs, SizedCluster
 from .plan import CHECK, TAIL, Plan, assumptions, shared_fields
@@ -32,8 +32,13 @@ IDLE = 0.02
 class CoupledSearch:
     """Numbers of instances, with splits and replays.  loads_of: the loads of a rate."""
 
-    def __init__(self, cluster: Cluster, loads_of: Callable[[float], Sequence[PlannedLoad]]) -> None:
-        self._cluster, self._coupled = cluster, Coupled(cluster)
+    def __init__(
+        self,
+        cluster: Cluster,
+        loads_of: Callable[[float], Sequence[PlannedLoad]],
+        coupled: Coupled | None = None,
+    ) -> None:
+        self._cluster, self._coupled = cluster, coupled or Coupled(cluster)
         self._loads_of = loads_of
         self._loads: Sequence[PlannedLoad] = ()
         self._found: dict[SizedCluster, list[Replay]] = {}
@@ -45,23 +50,27 @@ class CoupledSearch:
         number = inputs.instances
         if inputs.gpus is not None:
             number = max(1, inputs.gpus // inputs.instance_gpus)
-        first = self.fewest() if number is None else number
-        self._loads = self._loads_of(self._rate_per_s(first))
         if number is not None:
             found = self.holding(number)
             if found is None:
                 raise SloError(self._shortfall(number))
             return found
-        return self._bisected(first)
+        return self._bisected(self.fewest())
 
     def replayed(self, place: SizedCluster) -> list[Replay]:
         """Replays of the last load, or of the first missed."""
         if place not in self._found:
+            if not self._loads:
+                self._loads = self._loads_of(self._rate_per_s(place.num_instances))
             for load in self._loads:
                 self._found[place] = replays(self._cluster, place, load, to_the_end=False)
                 if not holds(self._cluster.inputs, self._found[place]):
                     break
         return self._found[place]
+
+    def holds(self, place: SizedCluster) -> bool:
+        """True if the place meets all goals."""
+        return holds(self._cluster.inputs, self.replayed(place))
 
     def fewest(self) -> int:
         """The modelled number of instances.  Raises SloError if none suffices."""
@@ -95,8 +104,6 @@ class CoupledSearch:
 
     def holding(self, num_instances: int) -> SizedCluster | None:
         """A split of this number of instances with all goals met."""
-        if not self._loads:
-            self._loads = self._loads_of(self._rate_per_s(num_instances))
         if num_instances not in self._held:
             self._held[num_instances] = self._first_split(self._coupled.places(num_instances))
         return self._held[num_instances]
@@ -104,12 +111,13 @@ class CoupledSearch:
     def _first_split(self, places: list[SizedCluster]) -> SizedCluster | None:
         if not places:
             return None
-        inputs, first = self._cluster.inputs, places[0]
-        if holds(inputs, self.replayed(first)):
+        first = places[0]
+        if self.holds(first):
             return first
         waited = any((one.waited_for_adapter or 0.0) > WAITED for one in self.replayed(first))
         others = sorted(places[1:], key=lambda place: place.slots, reverse=waited)
-        return next((place for place in others if holds(inputs, self.replayed(place))), None)
+        others = places[1:] if first.full_steps else others
+        return next(filter(self.holds, others), None)
 
     def _bisected(self, first: int) -> SizedCluster:
         low, high, most = self._least() - 1, first, MOST_TIMES * first + AND_MORE
@@ -119,6 +127,15 @@ class CoupledSearch:
             low, high = high, min(most, high + max(1, high // GROWTH))
         if low < first:
             low = max(low, self._first_miss(low, high))
+        return self._between(low, high, found)
+
+    def below(self, number: int) -> SizedCluster | None:
+        """The smallest place of fewer instances, if one fewer holds."""
+        high, low = number - 1, self._least() - 1
+        found = self.holding(high) if high > low else None
+        return None if found is None else self._between(self._first_miss(low, high), high, found)
+
+    def _between(self, low: int, high: int, found: SizedCluster) -> SizedCluster:
         while high - low > 1:
             middle = (low + high) // 2
             smaller = self.holding(middle)
@@ -190,6 +207,7 @@ def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
     cluster = Cluster(inputs)
     cluster.check_prompts()
     coupled, refused = _coupled(cluster, trace)
+    coupled = with_apart(cluster, trace, coupled)
     if coupled is None:
         return _server_only(inputs, trace, refused)
     return _cheaper(cluster, coupled, trace)
@@ -202,6 +220,66 @@ def _coupled(cluster: Cluster, trace: Trace) -> tuple[Plan | None, Exception | N
         return replace(coupled_plan(cluster, place), checked=tuple(search.replayed(place))), None
     except (SloError, MissingRateError) as refused:
         return None, refused
+
+
+def with_apart(cluster: Cluster, trace: Trace, together: Plan | None) -> Plan | None:
+    """The plan of fewer GPUs: prompts together with answers, or apart."""
+    inputs = cluster.inputs
+    if inputs.instance_gpus > 1 or inputs.rate_per_s is None or inputs.global_batch is not None:
+        why = "no rate is known" if inputs.instance_gpus == 1 else "instances of several GPUs move no KV"
+        return together and replace(together, apart=f"not compared: {why}")
+    number = inputs.instances or inputs.gpus or (together.instances if together else None)
+    try:
+        apart = Apart(cluster)
+        search = CoupledSearch(cluster, lambda rate_per_s: searched_loads(inputs, rate_per_s, trace), apart)
+        if together is None or number is None:
+            place: SizedCluster | None = search.smallest()
+        else:
+            place = None if inputs.instances or inputs.gpus else search.below(number)
+    except (SloError, MissingRateError) as refused:
+        return together and replace(together, apart=f"not compared: {refused}")
+    if place is None:
+        assert together is not None
+        return replace(together, apart=f"together: {_beside(search, apart, together)}")
+    if place.prefill_instances:
+        kind = f"apart: {place.prefill_instances} of {place.num_instances} instances compute prompts"
+    else:
+        kind = f"together, with steps of up to {apart.full_step} prompt tokens"
+    more = "together is refused" if together is None else f"together takes {together.total_gpus} GPUs"
+    plan = replace(coupled_plan(cluster, place), checked=tuple(search.replayed(place)))
+    before = "" if together is None else f" ({_numbers(together.checked)})"
+    said = f"{kind} ({_numbers(plan.checked)}); {more}{before}; {_prompt_times(apart)}"
+    return replace(plan, apart=said)
+
+
+def _beside(search: CoupledSearch, apart: Apart, together: Plan) -> str:
+    """Both on the same GPUs."""
+    places = [place for place in apart.places(together.instances) if place.prefill_instances]
+    if not places:
+        busy = f"prompts alone take {apart.prompts_share(1):.2f} of {together.instances} instances"
+        return f"{busy}, and a division leaves too few for answers; {_prompt_times(apart)}"
+    place = next((one for one in places if search.holds(one)), places[0])
+    number = f"{place.prefill_instances} of {place.num_instances} instances"
+    held = "which holds" if search.holds(place) else "which does not hold"
+    divided = f"with {number} for prompts {_numbers(search.replayed(place))}, {held}"
+    return f"{_numbers(together.checked)}; {divided}; {_prompt_times(apart)}"
+
+
+def _numbers(replays: Sequence[Replay]) -> str:
+    one = replays[-1]
+    if one.p95_ttft_s is None or one.mean_tpot_s is None:
+        return "no request was judged"
+    return f"P95 TTFT {one.p95_ttft_s * MS:.0f} ms, TPOT {one.mean_tpot_s * MS:.1f} ms"
+
+
+def _prompt_times(apart: Apart) -> str:
+    cluster = apart.together
+    tokens, us = cluster.step_tokens(None, 0.0), 1e6
+    slow, fast = (cluster.token_s(None, number) * us for number in (tokens, apart.full_step))
+    return (
+        f"a prompt token takes {slow:.3g} us in steps within the TPOT SLO ({tokens} tokens), {fast:.3g} us "
+        f"in steps of {apart.full_step}; a mean prompt's KV moves in {apart.move_s * MS:.1f} ms"
+    )
 
 
 def _server_only(inputs: PlanInputs, trace: Trace, refused: Exception | None) -> Plan:
@@ -342,9 +420,8 @@ _NO_SERVER: dict[str, Any] = {
 
 def coupled_plan(cluster: Cluster, place: SizedCluster) -> Plan:
     """The plan of a place; adapter counts are per instance."""
-    inputs, coupled = cluster.inputs, Coupled(cluster)
-    num_instances = place.num_instances
-    batch = coupled.batch(num_instances)
+    inputs, coupled = cluster.inputs, sizing_of(cluster, place)
+    batch = coupled.batch(place.num_decoding)
     running = batch / (1 + cluster.margin)
     tpot_s, at_load_s = coupled.tpot_s(running), coupled.tpot_s(batch)
     queue = coupled.queue(place, running, tpot_s)
@@ -352,25 +429,27 @@ def coupled_plan(cluster: Cluster, place: SizedCluster) -> Plan:
     needed = {name: capacity(batch * cluster.in_service) for name, capacity in cluster.capacity_of.items()}
     capacity = needed[inputs.estimator], in_service
     shared = shared_fields(cluster, place, batch, running, tpot_s, capacity, queue)
-    decode_s = coupled.p95_ttft_s(place, tpot_s, queue) - cluster.prefill_s(None, tpot_s)
+    p95_ttft_s, decode_s = coupled.p95_ttft_s(place, tpot_s, queue), coupled.p95_decode_ttft_s(tpot_s, queue)
     queues = shared["slots_iar_corrected"] < TAIL
     return Plan(
         kind="coupled",
         capacity_paper=needed["paper"],
         capacity_corrected=needed["corrected"],
-        loads_per_s=queue.loads_per_s * num_instances,
+        loads_per_s=queue.loads_per_s * place.num_decoding,
         load_wait_s=queue.wait_s if math.isfinite(queue.wait_s) else 0.0,
         **_NO_SERVER,
         memory_gb_per_rank=place.slots * inputs.coupled_adapter_bytes / inputs.instance_gpus / 1e9,
         binding_constraint=CHECK,
         max_num_seqs=coupled.most_rows(place),
-        p95_ttft_s=None if queues else decode_s + cluster.prefill_s(None, tpot_s),
+        p95_ttft_s=None if queues else p95_ttft_s,
         p95_decode_ttft_s=None if queues else decode_s,
-        prompt_share=coupled.prompt_share(num_instances),
-        max_num_batched_tokens=cluster.step_tokens(None, batch),
+        prompt_share=coupled.prompts_share(place.prefill_instances or place.num_instances),
+        max_num_batched_tokens=coupled.step_tokens(place),
+        prefill_instances=place.prefill_instances,
+        full_steps=place.full_steps,
         tpot_at_load_s=at_load_s,
-        layer_ms=_layer_ms(cluster, batch),
-        assumptions=assumptions(inputs, batch * num_instances, coupled=True),
+        layer_ms=_layer_ms(coupled.cluster, batch),
+        assumptions=assumptions(inputs, batch * place.num_decoding, coupled=True),
         **shared,
     )
 

@@ -20,6 +20,7 @@ TEXTS: dict[Part, str] = {
     "prefixes": "prefix hits",
     "several GPUs": "an instance on several GPUs",
     "LoRA Server": "a LoRA Server and its network",
+    "moves": "moves of KV between instances",
 }
 
 
@@ -68,12 +69,13 @@ def _parts(inputs: PlanInputs, place: SizedCluster) -> list[Part]:
     used: dict[Part, bool] = {
         "decode": True,
         "prefill": inputs.prompts is not None,
-        "chunks": inputs.prompts is not None,
+        "chunks": inputs.prompts is not None and not place.prefill_instances,
         "adapters": place.layout is None,
         "loads": not resident,
         "prefixes": inputs.prompts is not None and inputs.prompts.hit_share > 0,
         "several GPUs": inputs.instance_gpus > 1,
         "LoRA Server": place.layout is not None,
+        "moves": place.prefill_instances > 0,
     }
     return [part for part, is_used in used.items() if is_used]
 

@@ -122,11 +122,22 @@ def _block_hits(requests: Sequence[TraceRequest]) -> list[int]:
 
 @dataclass(frozen=True)
 class SizedCluster:
-    """Instances beside a LoRA Server, or coupled, with `slots` adapters on each."""
+    """Instances beside a LoRA Server, or coupled, with `slots` adapters on each.
+
+    prefill_instances: for prompts alone; the others have the answers.  full_steps: a step's prompt tokens are
+    not limited by the TPOT SLO.
+    """
 
     layout: Layout | None
     num_instances: int
     slots: int = 0
+    prefill_instances: int = 0
+    full_steps: bool = False
+
+    @property
+    def num_decoding(self) -> int:
+        """Instances with decode rows."""
+        return self.num_instances - self.prefill_instances
 
     def num_gpus(self, instance_gpus: int) -> int:
         """Total GPUs."""
@@ -134,7 +145,8 @@ class SizedCluster:
 
     def __str__(self) -> str:
         beside = f"{self.slots} adapters beside the weights" if self.layout is None else str(self.layout)
-        return f"{self.num_instances} instances and {beside}"
+        of = f" ({self.prefill_instances} for prompts)" if self.prefill_instances else ""
+        return f"{self.num_instances} instances{of} and {beside}"
 
 
 @dataclass(frozen=True, kw_only=True)

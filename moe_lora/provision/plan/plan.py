@@ -251,6 +251,12 @@ class Plan:
     """lora_server, or coupled: adapters beside the weights."""
     compared: str = ""
     """Reason for this kind."""
+    prefill_instances: int = 0
+    """Instances for prompts alone."""
+    full_steps: bool = False
+    """The TPOT SLO does not limit a step's prompt tokens."""
+    apart: str = ""
+    """Reason for prompts together or apart."""
     checked: tuple[Replay, ...] = ()
     """Replays behind the choice."""
 
@@ -334,9 +340,9 @@ def shared_fields(
     batch, running: of an instance, with and without the margin.  needed: capacity, and requests in service.
     """
     inputs, (capacity, active) = cluster.inputs, needed
-    rate_per_s, load = inputs.rate_per_s, batch * place.num_instances
+    rate_per_s, load = inputs.rate_per_s, batch * place.num_decoding
     if rate_per_s is None or inputs.global_batch is not None:
-        rate_per_s = running * place.num_instances / (inputs.output_tokens * tpot_s)
+        rate_per_s = running * place.num_decoding / (inputs.output_tokens * tpot_s)
     at_capacity, at_slots = (rates_at(inputs.probabilities, active, size) for size in (capacity, place.slots))
     waits = corrected_wait(inputs.probabilities, active, capacity)
     return {

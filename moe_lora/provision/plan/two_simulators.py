@@ -41,7 +41,7 @@ PROMPT_TOKENS = 64
 """Tokens of a KV page: the engine's default."""
 NOT_REPLAYED = (
     "messages between processes, lost processes, experts of unequal load, turns of instances at each layer "
-    "of the LoRA Server, and adapters of other than the mean size"
+    "of the LoRA Server, adapters of other than the mean size, and second trials of failed moves"
 )
 
 
@@ -191,6 +191,7 @@ def _replicas(system: SystemConfig, shape: ModelShape, names: set[str]) -> Repli
         router=system.router,
         preloaded=[adapters.prefetched] * system.num_instances if server is None else (),
         server=server,
+        prefill=system.prefill,
     )
 
 

@@ -28,7 +28,7 @@ from moe_lora.workload.replay_plan import PlannedRequest, make_plan
 from moe_lora.workload.traces.records import Trace, TraceRequest
 
 from .cluster_size import Cluster
-from .coupled import Coupled
+from .coupled import sizing_of
 from .inputs import PlanInputs, SizedCluster
 from .sizing import most_rows
 from .stages import SimulatedLayers
@@ -181,7 +181,7 @@ def under_way(
     """Running requests at the first arrival, with computed prompts."""
     rows = min(_running(cluster, place), max_num_seqs)
     share = len(requests) / (requests[-1].arrival_s - requests[0].arrival_s) / load.rate_per_s
-    begun = _under_way(requests, round(rows * place.num_instances * share))
+    begun = _under_way(requests, round(rows * place.num_decoding * share))
     if cluster.inputs.prompts is None:
         return begun
     return [replace(one, prompt_tokens=1, hash_ids=()) for one in begun]
@@ -189,7 +189,7 @@ def under_way(
 
 def _running(cluster: Cluster, place: SizedCluster) -> float:
     if place.layout is None:
-        return Coupled(cluster).batch(place.num_instances)
+        return sizing_of(cluster, place).batch(place.num_decoding)
     return cluster.batch(place.layout, place.num_instances, loads=True)
 
 
@@ -214,7 +214,7 @@ def system_of(cluster: Cluster, place: SizedCluster, popular: Sequence[str]) -> 
 
 
 def _coupled_system(cluster: Cluster, place: SizedCluster, popular: Sequence[str]) -> SystemConfig:
-    coupled, inputs = Coupled(cluster), cluster.inputs
+    coupled, inputs = sizing_of(cluster, place), cluster.inputs
     load_s = coupled.load_s(place.slots)
     return SystemConfig(
         num_instances=place.num_instances,
@@ -226,6 +226,7 @@ def _coupled_system(cluster: Cluster, place: SizedCluster, popular: Sequence[str
             prefetched=popular[: place.slots],
         ),
         adapter_bytes=inputs.adapter_bytes,
+        prefill=coupled.prefill(place),
     )
 
 
@@ -239,10 +240,13 @@ def _instance(cluster: Cluster, place: SizedCluster, max_num_seqs: int, kv_reque
     if inputs.prompts is None:
         assert place.layout is not None
         return InstanceConfig(profile=step_profile(cluster, place.layout, max_num_seqs), **shared)
-    ep = None if place.layout is None else place.layout.ep
+    if place.layout is None:
+        ep, tokens = None, sizing_of(cluster, place).step_tokens(place)
+    else:
+        ep, tokens = place.layout.ep, cluster.step_tokens(place.layout.ep, _running(cluster, place))
     return InstanceConfig(
         layers=SimulatedLayers(cluster.stages, ep),
-        max_num_batched_tokens=cluster.step_tokens(ep, _running(cluster, place)),
+        max_num_batched_tokens=tokens,
         prefix_hits=inputs.prompts.prefix_hits,
         **shared,
     )

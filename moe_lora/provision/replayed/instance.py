@@ -130,6 +130,8 @@ class SimInstance:
         self._stretch: Stretch | None = None
         self._outstanding_tokens = 0
         self.load = InstanceLoad()
+        self.on_first_token: Callable[[SimRequest], None] | None = None
+        self._received: dict[int, Callable[[SimRequest, bool], None]] = {}
 
     def connect(self, source: AdapterSource) -> None:
         self._source = source
@@ -158,6 +160,38 @@ class SimInstance:
         self._waiting.add(request)
         self.look_again()
 
+    def receive(self, request: SimRequest, on_ready: Callable[[SimRequest, bool], None]) -> SimRequest:
+        """As `CachedInstance`, like the next four."""
+        request.moved, self._received[request.index] = True, on_ready
+        self.add(request)
+        return request
+
+    def remove(self, request: SimRequest) -> bool:
+        if not self._waiting.remove(request):
+            return False
+        request.moved = False
+        del self._received[request.index]
+        self._outstanding_tokens -= self._running.work(request)
+        self.load.end(request.adapter, request.prompt_tokens, started=False)
+        self._source.end_wait(request)
+        return True
+
+    def start_received(self, request: SimRequest, num_kv: int) -> None:
+        self._outstanding_tokens -= request.num_computed
+        self.load.start(request.adapter, request.prompt_tokens)
+        self._join(request)
+
+    def resume(self, request: SimRequest) -> None:
+        self._free_kv_tokens -= request.output_tokens - 1
+        request.instance, request.moved = self.index, True
+        self._join(request)
+
+    def release(self, request: SimRequest) -> None:
+        self._running.num_seats -= 1
+        self._outstanding_tokens -= request.output_tokens - 1
+        self._free(request, self._kv_tokens(request))
+        self.look_again()
+
     def freed(self) -> None:
         """Refused requests may find room now."""
         self._waiting.freed()
@@ -182,8 +216,12 @@ class SimInstance:
         self._stretch = None
         if stretch.num_steps:
             self._outstanding_tokens -= stretch.num_steps * running.num_rows + running.num_prompt_tokens
-            for request in running.advance(stretch.num_steps, end_s):
+            held: list[SimRequest] | None = None if self.on_first_token is None else []
+            for request in running.advance(stretch.num_steps, end_s, held):
                 self._finish(request)
+            for request in held or ():
+                assert self.on_first_token is not None
+                self.on_first_token(request)
         self._begin(end_s)
 
     def _begin(self, now_s: float) -> None:
@@ -230,7 +268,7 @@ class SimInstance:
 
         queue = self._waiting.candidates()
         for request in admissible(queue, acquire, now_s, self._source.starvation_s):
-            if request.num_tokens > self._free_kv_tokens:
+            if self._kv_tokens(request) > self._free_kv_tokens:
                 self._source.wait(request)
                 self._source.release(request)
                 whole = False
@@ -250,7 +288,11 @@ class SimInstance:
         return len(self._running) < self._config.max_num_seqs and self._running.has_room
 
     def _take(self, request: SimRequest, now_s: float) -> bool:
-        self._free_kv_tokens -= request.num_tokens
+        self._free_kv_tokens -= self._kv_tokens(request)
+        if request.moved:
+            self._running.num_seats += 1
+            self._call_ready(request, now_s)
+            return False
         if self._prefix_hits is not None:
             request.num_cached = self._prefix_hits.match(request)
             self._outstanding_tokens -= request.num_cached
@@ -261,7 +303,27 @@ class SimInstance:
         self._start(request, now_s)
         return True
 
+    def _kv_tokens(self, request: SimRequest) -> int:
+        """To reserve: an answer computed elsewhere needs none."""
+        return request.num_tokens if self.on_first_token is None else request.prompt_tokens + 1
+
+    def _join(self, request: SimRequest) -> None:
+        """Decode from the next step on."""
+        self._running.num_seats -= 1
+        self._running.join_at(self._events.now_s(), request)
+        self.look_again()
+
+    def _call_ready(self, request: SimRequest, now_s: float) -> None:
+        """Call on_ready with the adapter's last byte."""
+        adapter = self._source.adapter(request)
+        ready_s = now_s if adapter is None else max(now_s, adapter.told_s, adapter.last_layer_s)
+        on_ready = self._received.pop(request.index)
+        self._events.at(ready_s, partial(on_ready, request, True))
+
     def _start(self, request: SimRequest, now_s: float) -> None:
+        if request.moved:
+            self._running.start(request)
+            return
         request.admitted_s = now_s
         adapter = self._source.adapter(request)
         if adapter is not None and self._source.loads_first:
@@ -270,10 +332,13 @@ class SimInstance:
         self._running.start(request)
 
     def _finish(self, request: SimRequest) -> None:
-        self._free_kv_tokens += request.num_tokens
+        self._free(request, request.num_tokens)
+        self._on_finish(request)
+
+    def _free(self, request: SimRequest, kv_tokens: int) -> None:
+        self._free_kv_tokens += kv_tokens
         if self._prefix_hits is not None:
             self._prefix_hits.add(request, self._free_kv_tokens)
         self.load.end(request.adapter, request.prompt_tokens, started=True)
         if self._source.release(request):
             self._waiting.freed()
-        self._on_finish(request)

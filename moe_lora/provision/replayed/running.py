@@ -36,6 +36,8 @@ class SimRequest:
     """Starts with the first step after arrival."""
     waited_for_adapter: bool = False
     """No slot was free."""
+    moved: bool = False
+    """Another instance has computed the first token."""
     admitted_s: float = math.nan
     """After the queue and any blocking load."""
     first_token_s: float = math.nan
@@ -52,6 +54,11 @@ class SimRequest:
     def num_left(self) -> int:
         """Output tokens to generate, if waiting."""
         return self.output_tokens
+
+    @property
+    def num_computed(self) -> int:
+        """KV tokens at the first token."""
+        return max(1, self.prompt_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -80,6 +87,8 @@ class RunningRequests:
 
     def __init__(self, prefill_tokens: int | None, steps: StepModel | None = None) -> None:
         self.num_rows = self.num_steps = self.num_with_adapter = 0
+        self.num_seats = 0
+        """Of requests between two instances."""
         self.num_prompt_tokens = self.num_prompt_pairs = 0
         """Of the next step: see `system_config.StepRows`."""
         self.decode: StepWork | None = None if steps is None else steps.work()
@@ -91,7 +100,7 @@ class RunningRequests:
         self._joining: list[tuple[float, SimRequest]] = []
 
     def __len__(self) -> int:
-        return self.num_rows + len(self._prompts) + len(self._joining)
+        return self.num_rows + len(self._prompts) + len(self._joining) + self.num_seats
 
     @property
     def num_prompts(self) -> int:
@@ -134,8 +143,8 @@ class RunningRequests:
     def start(self, request: SimRequest) -> None:
         """Compute the request from the next step on."""
         self.num_with_adapter += request.adapter is not None
-        if self._prefill_tokens is None:
-            self._add_row(request, request.output_tokens)
+        if self._prefill_tokens is None or request.moved:
+            self._add_row(request, request.output_tokens - request.moved)
         else:
             request.prompt_left = max(1, request.prompt_tokens - request.num_cached)
             self._prompts.append(request)
@@ -165,8 +174,11 @@ class RunningRequests:
                 request.decode_ttft_s = waited_s + end_s - request.first_token_s
         self._fresh.clear()
 
-    def advance(self, num_steps: int, now_s: float) -> list[SimRequest]:
-        """End num_steps steps now; returns finished requests."""
+    def advance(self, num_steps: int, now_s: float, held: list[SimRequest] | None = None) -> list[SimRequest]:
+        """End num_steps steps now; returns finished requests.
+
+        held: gets requests with a first token, which keep their seats; None: these decode here.
+        """
         self.num_steps += num_steps
         done = []
         while self._ends and self._ends[0][0] <= self.num_steps:
@@ -178,7 +190,11 @@ class RunningRequests:
         while self._prompts and not self._prompts[0].prompt_left:
             request = self._prompts.popleft()
             request.first_token_s = now_s
-            if request.output_tokens > 1:
+            if held is not None and request.output_tokens > 1:
+                held.append(request)
+                self.num_seats += 1
+                self.num_with_adapter -= request.adapter is not None
+            elif request.output_tokens > 1:
                 self._add_row(request, request.output_tokens - 1)
             else:
                 request.decode_ttft_s = request.admitted_s - request.arrival_s
@@ -226,6 +242,11 @@ class WaitingRequests:
         request.num_steps_before = self._num_steps
         self._new[request.index] = request
 
+    def remove(self, request: SimRequest) -> bool:
+        """Drop a request; False if not here."""
+        found = self._new.pop(request.index, None) or self._refused.pop(request.index, None)
+        return found is not None
+
     def freed(self) -> None:
         """Refused requests may find room now."""
         self._freed = True
@@ -250,11 +271,12 @@ class WaitingRequests:
         whole: the rest lack only a slot.  turned_away: adapters without a slot.
         """
         for request in started:
-            request.at_once = self._num_steps == request.num_steps_before + 1
+            at_once = self._num_steps == request.num_steps_before + 1
+            request.at_once = at_once and (request.at_once or not request.moved)
             if self._new.pop(request.index, None) is None:
                 del self._refused[request.index]
         for request in self._new.values():
-            request.waited_for_adapter = whole or request.adapter in turned_away
+            request.waited_for_adapter |= whole or request.adapter in turned_away
         if turned_away:
             for request in self._refused.values():
                 request.waited_for_adapter |= request.adapter in turned_away

@@ -69,6 +69,12 @@ class AdapterSource(ABC):
         if adapter is not None:
             adapter.num_waiting += 1
 
+    def end_wait(self, request: SimRequest) -> None:
+        """The request has left the queue."""
+        adapter = self.adapter(request)
+        if adapter is not None:
+            adapter.num_waiting -= 1
+
     def acquire(self, request: SimRequest) -> bool:
         """Make the adapter ready and pin; False without room."""
         adapter = self.adapter(request)

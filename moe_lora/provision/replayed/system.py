@@ -19,6 +19,7 @@ from moe_lora.policies.routing.demand import DemandMeter
 from moe_lora.policies.routing.routers import PhiRouting
 from moe_lora.policies.routing.routing import listeners
 from moe_lora.sim.events import EventQueue
+from moe_lora.sim.prefill_first import PrefillFirst
 from moe_lora.workload.replay_plan import PlannedRequest
 from moe_lora.workload.statistics import mean, percentile
 
@@ -228,6 +229,11 @@ class System:
             for index in range(config.num_instances)
         ]
         self._connect(config)
+        self._for_prompts: Sequence[SimInstance] = self.instances
+        self.prefill_first: PrefillFirst | None = None
+        if config.prefill is not None:
+            self.prefill_first = PrefillFirst(config.prefill, self.events, self._router, self.instances)
+            self._for_prompts = self.prefill_first.for_prompts
         if config.placement is not None:
             self.placement = self._placed(config.placement)
 
@@ -313,7 +319,7 @@ class System:
         )
         if self.placement is not None:
             self.placement.start(request)
-        self._router.choose(request, self.instances).add(request)
+        self._router.choose(request, self._for_prompts).add(request)
 
     def _finish(self, request: SimRequest) -> None:
         self.requests.append(request)

@@ -14,6 +14,7 @@ from moe_lora.config.optional_parts import StageTime, StepProfile
 from moe_lora.config.settings import Settings, setting
 from moe_lora.core.errors import ConfigError
 from moe_lora.policies.routing.routing import LeastOutstanding, Router
+from moe_lora.sim.prefill_first import PrefillConfig
 from moe_lora.timing.step_model import StepModel
 
 from .running import SimRequest
@@ -222,6 +223,8 @@ class SystemConfig(Settings):
     router: Callable[[], Router] = LeastOutstanding
     placement: PlacementConfig | None = None
     """For a `PhiRouting` router; None: every host has all adapters."""
+    prefill: PrefillConfig | None = None
+    """Instances for prompts; None: each instance does both."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -229,3 +232,9 @@ class SystemConfig(Settings):
             raise ConfigError("steps has the deltas in it; with a LoRA Server give a profile of the layers")
         if self.placement is not None and isinstance(self.adapters, SimLoraServerConfig):
             raise ConfigError("a LoRA Server has all adapters; leave the placement out")
+        if self.prefill is None:
+            return
+        if isinstance(self.adapters, SimLoraServerConfig) or self.placement is not None:
+            raise ConfigError("prefill instances are simulated without LoRA Server and placement")
+        if not self.instance.has_prompts:
+            raise ConfigError("another device computes the prompts; leave prefill out")

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_lora.core.request import ModelInfo, TokenLogprobs
+from moe_lora.engine.text.text import REPLACEMENT
 from moe_lora.serve.access import Caller
 from moe_lora.serve.connections import HEADERS_S
 from moe_lora.serve.frontend import Frontend
@@ -137,11 +138,13 @@ class ChoiceFormat:
         """Show a field at each choice's end, by index."""
         self.at_end = {**self.at_end, name: value_of}
 
-    def token_text(self, token_id: int) -> str:
-        """The token's text; "token_id:7" without a tokenizer."""
+    def token_text(self, token_id: int, *, is_first: bool = False) -> str:
+        """The token's text; "token_id:7" without a tokenizer.  is_first: of a text, without its space."""
         if self._tokenizer is None or self.shows_ids:
             return f"token_id:{token_id}"
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        if is_first:
+            return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return self._tokenizer.token_text(token_id)
 
 
 class CompletionFormat(ChoiceFormat):
@@ -174,7 +177,8 @@ class CompletionFormat(ChoiceFormat):
             text = self.token_text(token_id)
             likeliest: dict[str, float] = {}
             for other, logprob in ((token_id, chosen.logprob), *chosen.top):
-                likeliest.setdefault(self.token_text(other), _finite(logprob))
+                shown = self.token_text(other)
+                likeliest[shown] = max(_finite(logprob), likeliest.get(shown, LEAST_LOGPROB))
             entry["tokens"].append(text)
             entry["token_logprobs"].append(_finite(chosen.logprob))
             entry["top_logprobs"].append(likeliest)
@@ -210,17 +214,22 @@ class ChatFormat(ChoiceFormat):
         return self.entry(delta, "message", {"role": "assistant", "content": delta.text, "refusal": None})
 
     def logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Any:
-        def entry(token_id: int, logprob: float) -> dict[str, Any]:
-            text = self.token_text(token_id)
-            return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+        def entry(token_id: int, logprob: float, place: int) -> dict[str, Any]:
+            text = self.token_text(token_id, is_first=not place)
+            spelled = text.encode()
+            if REPLACEMENT in text and self._tokenizer is not None:
+                spelled = self._tokenizer.part_bytes(token_id)
+            return {"token": text, "logprob": _finite(logprob), "bytes": list(spelled)}
 
+        start = self._offsets.get(index, 0)
+        self._offsets[index] = start + len(token_ids)
         return {
             "content": [
                 {
-                    **entry(token_id, chosen.logprob),
-                    "top_logprobs": [entry(other, logprob) for other, logprob in chosen.top],
+                    **entry(token_id, chosen.logprob, place),
+                    "top_logprobs": [entry(other, logprob, place) for other, logprob in chosen.top],
                 }
-                for token_id, chosen in zip(token_ids, logprobs, strict=True)
+                for place, (token_id, chosen) in enumerate(zip(token_ids, logprobs, strict=True), start)
             ]
         }
 
@@ -411,6 +420,7 @@ async def answer(frontend: Frontend, request: Request, form: ChoiceFormat) -> Re
         watch=form.watch,
         source=source,
         grammar_field=prepared.grammar_field,
+        stop_token_ids=body.stop_token_ids or (),
         renamed=body.renamed,
     )
     request_id = f"{form.id_prefix}{name_request(request, body.request_id)}"

@@ -7,7 +7,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -155,7 +155,7 @@ class Generation:
     `deltas` or `whole` runs a generation once.  answer_tokens: longest answer per prompt.  tokenizer: None:
     ids only.  continues_prompt: keeps a leading space.  timeout_s: from from_s on, monotonic.
     reasoning_tokens: by choice, kept by `watch`; None without a reasoning parser.  source: of outputs; None:
-    the front end's client.
+    the front end's client.  stop_token_ids: of the client, without the tokenizer's end tokens.
     """
 
     frontend: Frontend
@@ -177,6 +177,7 @@ class Generation:
     watch: Callable[[Delta], object] | None = None
     source: Any = None
     grammar_field: str | None = None
+    stop_token_ids: Collection[int] = ()
     renamed: Callable[[ApiError], ApiError] | None = None
     cached_tokens: Counter[int] = field(default_factory=Counter)
     beside_usage: ClassVar[Callable[[Any], dict[str, Any]] | None] = None
@@ -426,7 +427,7 @@ class Generation:
         delta = Delta(index, piece, token_ids, logprobs, reason, output.prompt, stop, stop, version)
         if reason == "stop" and stop is None:
             delta.matched_stop = token_ids[-1]
-            if token_ids[-1] in self.sampling.stop_token_ids:
+            if token_ids[-1] in self.stop_token_ids:
                 delta.stop_reason = token_ids[-1]
         return delta
 

@@ -21,7 +21,7 @@ from moe_lora.config import LimitsConfig
 from moe_lora.core.errors import ConfigError, FieldError
 from moe_lora.core.host import return_memory
 from moe_lora.core.request import MAX_REPORT_BYTES, ModelInfo, SamplingParams
-from moe_lora.engine.text.text import LONG_TEXT_CHARS
+from moe_lora.engine.text.text import LONG_TEXT_CHARS, with_end_tokens
 from moe_lora.serve.access import caller_of
 from moe_lora.serve.http_errors import ApiError, ContextLengthError, bad_request, describe_validation
 from moe_lora.serve.limits import RETRY_S, Limits, client_of
@@ -494,11 +494,9 @@ def for_engine(
         sampling = replace(sampling, top_k=0)
     if sampling.edits_logits:
         sampling = _edited(sampling, tokenizer, info)
-    if tokenizer is None or sampling.ignore_eos:
+    if tokenizer is None or {*tokenizer.eos_token_ids} <= {*info.eos_token_ids}:
         return sampling
-    known = {*info.eos_token_ids, *sampling.stop_token_ids}
-    more = tuple(i for i in tokenizer.eos_token_ids if i not in known and i < info.vocab_size)
-    return replace(sampling, stop_token_ids=sampling.stop_token_ids + more) if more else sampling
+    return with_end_tokens(sampling, tokenizer, info)
 
 
 def _edited(sampling: SamplingParams, tokenizer: Tokenizer | None, info: ModelInfo) -> SamplingParams:

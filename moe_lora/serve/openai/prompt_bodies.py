@@ -131,6 +131,7 @@ class EmbeddingRequest(PromptBody):
     return_token_ids: ClassVar[bool] = False
     lora: ClassVar[None] = None
     use_beam_search: ClassVar[bool] = False
+    stop_token_ids: ClassVar[tuple[int, ...]] = ()
 
     input: Text | Listed[Text] | Listed[int] | Listed[Listed[int]] | None = None
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None

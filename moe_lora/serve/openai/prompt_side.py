@@ -195,7 +195,7 @@ class PromptCompletion(CompletionFormat):
         logprobs: Sequence[TokenLogprobs],
     ) -> Iterator[dict[str, list[Any]]]:
         """Log probabilities of prompt and answer, in parts."""
-        text = self.token_text(prompt[0])
+        text = self.token_text(prompt[0], is_first=True)
         self._offsets[index] = len(text)
         yield {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
         num = self._prepared.sampling.logprobs or 0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from moe_lora.serve.http_errors import ApiError, bad_request
 
-from .parsers import FORCED
+from .parsers import FORCED, parser_class
 
 if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from .protocol import SamplingFields
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+PLAIN_KINDS = KINDS[:-1]
+"""Kinds without tags: beside tools the answer is a call, or in the format."""
 ALIASES = {
     **{f"guided_{kind}": kind for kind in KINDS},
     **{"json_schema": "json", "regex": "regex", "ebnf": "grammar"},
@@ -31,7 +33,7 @@ ALIASES = {
 """Field -> kind: vLLM's older names, then SGLang's."""
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
-STRICT = "strict_calls"
+STRICT, EITHER = "strict_calls", "calls_or_format"
 _END = "<|end|>"
 _MARKS = re.compile(r"<\[[\d,]+\]>")
 _GAP = "\ngap: /\\n{1,2}/"
@@ -70,13 +72,18 @@ def body_grammar(
     if len(asked) > 1:
         first, second = (one.field for one in asked[:2])
         raise bad_request(f"{first} and {second} both give a grammar; send one of them", second)
-    field = asked[0].field
+    [one] = asked
     if tokenizer is None:
-        raise bad_request(f"{field} needs a tokenizer, but this server has none", field)
-    found = _with_marks(asked[0], body, tokenizer, parsers)
-    if parsers is None or not parsers.reasoning or asked[0].kind == STRICT:
+        raise bad_request(f"{one.field} needs a tokenizer, but this server has none", one.field)
+    if parsers is not None and parsers.tool_format not in ("", FORCED) and one.kind in PLAIN_KINDS:
+        if not parser_class(parsers.tool_format).SHAPES:
+            what = f"{one.field} beside tools is not supported for the calls of {parsers.tool_format}"
+            raise bad_request(f'{what}; leave one of them out, or send tool_choice="none"', one.field)
+        one = one._replace(kind=EITHER, value=(one.kind, one.value))
+    found = _with_marks(one, body, tokenizer, parsers)
+    if parsers is None or not parsers.reasoning or one.kind == STRICT:
         return found
-    return found._replace(rules=reasoning_rules(parsers, tokenizer, is_call=asked[0].kind == "calls"))
+    return found._replace(rules=reasoning_rules(parsers, tokenizer, is_call=one.kind in ("calls", EITHER)))
 
 
 def _with_marks(
@@ -84,12 +91,12 @@ def _with_marks(
 ) -> BodyGrammar:
     """Add the vocabulary's marks to tags."""
     is_listed = asked.kind == "calls" and (parsers is None or parsers.tool_format == FORCED)
-    if is_listed or asked.kind not in (STRICT, "structural_tag", "calls"):
+    if is_listed or asked.kind not in (STRICT, EITHER, "structural_tag", "calls"):
         return asked
     from moe_lora.engine.text.grammars import mark_ids
 
     marks = mark_ids(tokenizer)
-    if asked.kind != STRICT:
+    if asked.kind not in (STRICT, EITHER):
         return asked._replace(marks=(marks, []))
     from .parsers.answers import hidden_ids
 
@@ -100,7 +107,8 @@ def _with_marks(
     fields = {name: getattr(parsers, name) for name in names}
     unread = hidden_ids(tokenizer, parsers.marks())
     hidden = [mark for mark, token in marks.items() if token in unread]
-    return asked._replace(value=[fields, functions_of(chat.tools or [])], marks=(marks, hidden))
+    form = [asked.value] if asked.kind == EITHER else []
+    return asked._replace(value=[fields, functions_of(chat.tools or []), *form], marks=(marks, hidden))
 
 
 def _parts(asked: BodyGrammar) -> Callable[[], tuple[str, list[tuple[str, Any]]]]:
@@ -117,6 +125,8 @@ def _parts(asked: BodyGrammar) -> Callable[[], tuple[str, list[tuple[str, Any]]]
         from .tags.structural import add_structural_tag as add
     elif kind == STRICT:
         from .tags.calls import add_strict_calls as add
+    elif kind == EITHER:
+        from .tags.calls import add_calls_or_format as add
     else:
         from .tags.calls import add_forced_call as add
 
@@ -269,10 +279,14 @@ def _grammar(kind: str, value: Any) -> str:
         if value is not True:
             raise ValueError(f"json_object is {str(value)[:64]}; send true or leave it out")
         return grammars.json_grammar({"type": "object"})
-    if kind in ("calls", "arguments"):
-        from .parsers import schemas
+    if kind == "calls":
+        from .parsers.schemas import grammar_of_calls
 
-        return schemas.grammar_of_calls(*value) if kind == "calls" else schemas.grammar_of_arguments(value)
+        return grammar_of_calls(*value)
+    if kind in ("arguments", "call"):
+        from .parsers.schemas import grammar_of_arguments
+
+        return grammar_of_arguments(value, is_call=kind == "call")
     if kind == "json":
         return grammars.json_grammar(value)
     if kind == "choice":

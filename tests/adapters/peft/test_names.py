@@ -152,11 +152,29 @@ def test_a_pattern_that_reads_two_ways_with_and_without_the_wrapper_is_refused(
     assert packed[0].content_hash == packed[1].content_hash
 
 
-def test_a_pattern_that_names_the_wrapper_of_a_multimodal_model_is_no_guess(checkpoint, shape_of, tmp_path):
+@pytest.mark.parametrize("case", ["a multimodal model", "an older multimodal model"])
+def test_a_pattern_is_of_the_name_in_the_file_of_a_multimodal_model(case, checkpoint, shape_of, tmp_path):
     plain = make_adapter("llama", checkpoint("llama"), tmp_path / "plain", targets=("qkv",))
-    name = LANGUAGE["a multimodal model"]
-    path = renamed(plain, tmp_path / "a", name, alpha_pattern={"language_model.layers.0.self_attn.q_proj": 1})
-    assert "alpha_pattern" in refusal(path, shape_of("llama"))
+    name, q_proj = LANGUAGE[case], "model.layers.0.self_attn.q_proj"
+    path = renamed(plain, tmp_path / "a", name, alpha_pattern={name(q_proj): 1, q_proj + "$": 7})
+    wanted = renamed(plain, tmp_path / "b", lambda key: key, alpha_pattern={q_proj: 1})
+    packed = [read_adapter(one, shape_of("llama"), torch.float32) for one in (path, wanted)]
+    assert packed[0].content_hash == packed[1].content_hash
+
+
+def test_a_pattern_that_reads_two_ways_below_a_wrapped_multimodal_model_is_refused(
+    checkpoint, shape_of, tmp_path
+):
+    plain = make_adapter("llama", checkpoint("llama"), tmp_path / "plain", targets=("qkv",))
+    patterns = {"language_model.layers.0.self_attn.q_proj": 1}
+    path = renamed(
+        *(plain, tmp_path / "a"),
+        lambda key: READ["FSDP"](LANGUAGE["a multimodal model"](key)),
+        alpha_pattern=patterns,
+    )
+    message = refusal(path, shape_of("llama"))
+    assert "alpha_pattern" in message
+    assert "_fsdp_wrapped_module" in message
 
 
 def only_in_layer(layer: int, name: Callable[[str], str]) -> Callable[[str], str]:

@@ -49,6 +49,7 @@ def assert_converts(family, base, source, target, shape, *, loads=False):
 
 
 QUICK = ("llama", "gpt_oss", "dbrx", "glm4_moe", "qwen3_5_moe", "deepseek_v3", "gemma4")
+QUICK += ("qwen3_vl_moe", "granitemoeshared")
 
 
 @pytest.mark.parametrize("family", with_quick(ALL_FAMILIES, QUICK))

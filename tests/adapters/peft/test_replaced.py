@@ -21,9 +21,8 @@ from moe_lora.adapters.peft.files import WEIGHTS_FILE
 from moe_lora.adapters.peft.reader import bare_layers, pack_state_dict, read_adapter
 from moe_lora.cli.main import main
 from moe_lora.core.errors import AdapterError
-from moe_lora.core.wrong_files import read_config
+from moe_lora.core.wrong_files import SINGLE_NAME, read_config
 from moe_lora.families import shape_of as shape_in
-from moe_lora.models.checkpoint import SINGLE_NAME
 from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas
 from tests.adapters.peft.test_outer_sites import change, outer_adapter
 from tests.families import ALL_FAMILIES, load_model, make_checkpoint
@@ -133,6 +132,13 @@ MANGLED = {
         also(TOKENS.replace("model.embed_tokens", "lm_head"), 3, 32),
         {},
         "lm",
+    ),
+    "rows by another name": ("tokens", also(TOKENS.replace("embed_tokens", "wte"), 3, 32), {}, r"wte\.token"),
+    "rows by another name alone": (
+        "tokens",
+        lambda tensors: {key.replace("embed_tokens", "wte"): one for key, one in tensors.items()},
+        {},
+        r"wte\.token_adapter\.trainable_tokens_delta: trained rows",
     ),
     "a token twice": ("tokens", None, {"trainable_token_indices": [5, 5, 71]}, "different tokens"),
     "a token beyond": ("tokens", None, {"trainable_token_indices": [5, 0, 96]}, "different tokens"),
@@ -271,6 +277,22 @@ def test_copies_are_not_compared_with_a_head_of_another_form(stored, bases, tmp_
     base = stored_as(STORED[stored], HEAD, bases[False], tmp_path / "base")
     with pytest.raises(AdapterError, match=r"can't be compared .*lm_head\.weight"):
         check_copies_in(adapter, ["base_model.model.lm_head.base_layer.weight"], base, None)
+
+
+@pytest.mark.parametrize("config", [{"use_dora": True}, FORMS["head"], FORMS["tokens"]])
+def test_the_base_may_be_shards_without_an_index(config, bases, tmp_path):
+    adapter = outer_adapter("llama", bases[False], tmp_path / "a", **config)
+    shutil.copytree(bases[False], tmp_path / "base")
+    whole = tmp_path / "base" / SINGLE_NAME
+    tensors = load_file(whole)
+    for number in (1, 2):
+        part = dict(list(tensors.items())[number - 1 :: 2])
+        save_file(part, whole.with_name(f"model-0000{number}-of-00002.safetensors"))
+    whole.unlink()
+    assert read(tmp_path / "base", adapter).content_hash == read(bases[False], adapter).content_hash
+    (tmp_path / "base" / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(AdapterError, match=r"model-00002-of-00002\.safetensors of its shards do not exist"):
+        read(tmp_path / "base", adapter)
 
 
 def test_a_tied_head_is_the_embedding_beside_a_stored_head(bases, tmp_path):

@@ -16,9 +16,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.dist.api_server import ApiServer
 from tests.dist.cluster_jobs import ROOT, Job, until
 from tests.dist.namespaces import Network
 
+_API = "api-server"
 _INDEX = "metadata.labels['apps.kubernetes.io/pod-index']"
 _MOUNT = """set -e
 mount -t tmpfs tmpfs /srv
@@ -31,6 +33,13 @@ for pair in $MOUNTS; do
     mount --bind $source $place
 done
 unset MOUNTS
+if [ -n "$ACCOUNT" ]; then
+    mount -t tmpfs tmpfs /run
+    mkdir -p /run/secrets/kubernetes.io/serviceaccount
+    mount --bind $ACCOUNT /run/secrets/kubernetes.io/serviceaccount
+    mount -o remount,ro /run
+fi
+unset ACCOUNT
 mount --bind $last /tmp
 mount -o remount,bind,ro /
 exec "$@"
@@ -47,6 +56,7 @@ class Pod:
         self.name = f"{stated['metadata']['name']}-{number}"
         self.host = f"{self.name}.{self.service}.{stated['metadata']['namespace']}.svc.cluster.local"
         self.grace_s = spec["terminationGracePeriodSeconds"]
+        self.account = spec["serviceAccountName"] if spec.get("automountServiceAccountToken") else None
         self.environment = {
             one["name"]: one.get("value") or str(number)
             for one in self.container["env"]
@@ -74,13 +84,17 @@ class Pod:
 
 
 class Pods:
-    """All pods of some objects.  claims: folder of each PersistentVolumeClaim and Secret."""
+    """All pods of some objects.  claims: folder of each PersistentVolumeClaim and Secret.
+
+    api: the API server, on a host of its own, for pods with a service account's token.
+    """
 
     def __init__(
         self, objects: Sequence[Mapping[str, Any]], folder: Path, claims: Mapping[str, Path]
     ) -> None:
         """Raises `namespaces.Unavailable` where this machine can't."""
         self._folder = folder
+        self.api: ApiServer | None = None
         files = {one["metadata"]["name"]: one["data"] for one in objects if one["kind"] == "ConfigMap"}
         self.pods: dict[str, Pod] = {}
         for one in objects:
@@ -93,7 +107,11 @@ class Pods:
                 for number in range(one["spec"]["replicas"]):
                     pod = Pod(one, number, volumes)
                     self.pods[pod.name] = pod
-        self.network = Network(list(self.pods), folder)
+        accounts = [pod.account for pod in self.pods.values() if pod.account is not None]
+        self.network = Network([*self.pods, *([_API] if accounts else [])], folder)
+        if accounts:
+            rules = [rule for one in objects if one["kind"] == "Role" for rule in one["rules"]]
+            self.api = ApiServer(folder / _API, self.network.hosts[_API].address, rules)
 
     def _source(
         self, volume: Mapping[str, Any], files: Mapping[str, Mapping[str, str]], claims: Mapping[str, Path]
@@ -116,6 +134,9 @@ class Pods:
             place = self._hosts_file(name)
             place.parent.mkdir(parents=True)
             place.write_text("\n".join(["127.0.0.1 localhost", *names]) + "\n")
+        if self.api is not None:
+            with self.network.entered(_API):
+                self.api.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -124,6 +145,8 @@ class Pods:
                 if pod.job is not None and pod.job.process.poll() is None:
                     pod.job.stop()
         finally:
+            if self.api is not None:
+                self.api.stop()
             for name in self.pods:
                 shutil.rmtree(self._hosts_file(name).parent, ignore_errors=True)
             self.network.__exit__()
@@ -154,6 +177,9 @@ class Pods:
                 "OMP_NUM_THREADS": "1",
                 "MOUNTS": pod.mounts(host.folder / "volumes"),
             }
+            if self.api is not None:
+                account = "" if pod.account is None else str(self.api.account(name))
+                environment |= {**self.api.environment, "ACCOUNT": account}
             pod.job = Job(
                 host,
                 name,

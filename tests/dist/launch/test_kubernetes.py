@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import httpx
 import kubernetes_validate
 import pytest
 import yaml
@@ -19,15 +23,21 @@ from moe_lora.cli.cluster import cluster as cluster_command
 from moe_lora.cli.provision_result import plan_yaml
 from moe_lora.cli.serve import serve
 from moe_lora.config.cluster import cluster_of
+from moe_lora.config.front_end import split_store
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import EngineStats
+from moe_lora.dist.cluster.controller import ALIVE
+from moe_lora.dist.cluster.leadership import StoreError
+from moe_lora.dist.cluster.leadership.kubernetes_store import KubernetesStore
 from moe_lora.dist.launch import run_role
 from moe_lora.dist.launch.kubernetes import CERTIFICATES, CONFIG, STATE, Pods, manifests, manifests_text
 from moe_lora.dist.net.keys import make_keys
 from moe_lora.serve.metrics import Metrics
-from tests.dist.cluster_jobs import ADAPTERS, DEMO, Drive, local_answers, make_requests
+from tests.dist.api_server import ApiServer
+from tests.dist.cluster_jobs import ADAPTERS, DEMO, Drive, local_answers, make_requests, until
 from tests.dist.launch import pods as standing_in
 from tests.dist.namespaces import Unavailable
+from tests.patience import PATIENCE_S
 from tests.provision.plan.plans import planned
 from tests.serve.test_placement import cluster_config
 
@@ -60,24 +70,26 @@ def in_pods(objects: list[dict[str, Any]]) -> Any:
     return yaml.safe_load(file["data"]["cluster.yaml"])
 
 
-@pytest.mark.parametrize("num_front_ends", [1, 2])
+@pytest.mark.parametrize(("num_front_ends", "num_controllers"), [(1, 1), (2, 1), (2, 3)])
 @pytest.mark.parametrize("scaling", [{}, {"scaling": {"max_instances": 6}}])
 @pytest.mark.parametrize("version", ["1.28", "1.37"])
-def test_objects_follow_the_schemas_of_the_api(num_front_ends, scaling, version):
+def test_objects_follow_the_schemas_of_the_api(num_front_ends, num_controllers, scaling, version):
     pods = Pods(
         image="image",
         num_front_ends=num_front_ends,
         claims={"models": "/srv/models"},
         secrets={"api-keys": "/srv/keys"},
     )
-    content = {**CONTENT, **scaling, "engine": {**CONTENT["engine"], "device": "cuda", "expert_parallel": 4}}
+    engine = {**CONTENT["engine"], "device": "cuda", "expert_parallel": 4}
+    content = {**CONTENT, **scaling, "engine": engine, "controllers": num_controllers}
     for one in yaml.safe_load_all(manifests_text(content, pods)):
         kubernetes_validate.validate(one, version, strict=True)
 
 
-@pytest.mark.parametrize("num_front_ends", [1, 3])
-def test_addresses_are_those_of_pods_behind_headless_services(num_front_ends):
-    objects = manifests(CONTENT, Pods(image="image", num_front_ends=num_front_ends))
+@pytest.mark.parametrize(("num_front_ends", "num_controllers"), [(1, 1), (3, 1), (3, 2)])
+def test_addresses_are_those_of_pods_behind_headless_services(num_front_ends, num_controllers):
+    pods = Pods(image="image", num_front_ends=num_front_ends)
+    objects = manifests({**CONTENT, "controllers": num_controllers}, pods)
     cluster = cluster_of(in_pods(objects), Path(CONFIG))
     services, hosts = of_kind(objects, "Service"), set()
     for name, one in of_kind(objects, "StatefulSet").items():
@@ -92,7 +104,7 @@ def test_addresses_are_those_of_pods_behind_headless_services(num_front_ends):
             for number in range(one["spec"]["replicas"])
         }
     dialled = {address.host for address in cluster.dialled_addresses().values()}
-    assert len(dialled) == num_front_ends + (num_front_ends > 1)
+    assert len(dialled) == num_front_ends + num_controllers * (num_front_ends > 1)
     assert cluster.lora_server is not None
     assert dialled | {cluster.lora_server.address.partition(":")[0]} <= hosts
 
@@ -149,23 +161,97 @@ def test_the_autoscaler_alone_changes_with_the_bounds():
     assert "HorizontalPodAutoscaler" not in {one["kind"] for one in without}
 
 
-def test_commands_are_those_of_the_roles():
-    for _, container in roles(manifests(CONTENT, Pods(image="image", num_front_ends=2))).values():
+@pytest.mark.parametrize("num_controllers", [1, 2])
+def test_commands_are_those_of_the_roles(num_controllers):
+    objects = manifests({**CONTENT, "controllers": num_controllers}, Pods(image="image", num_front_ends=2))
+    for _, container in roles(objects).values():
         command = container["command"]
         assert command[command.index("--config") + 1] == f"{CONFIG}/cluster.yaml"
         if command[0] == "moe-lora":
             words = [word.replace(f"{CONFIG}/cluster.yaml", __file__) for word in command[2:]]
             given = serve.make_context("serve", words).params
             assert (command[1], given["role"] in ("front-end", "controller")) == ("serve", True)
+            is_named = given["role"] == "front-end" or num_controllers > 1
+            assert given["name"] == (f"{given['role']}-$(INDEX)" if is_named else None)
         else:
             module = command.index("moe_lora.dist.launch.run_role")
             given = run_role.parser().parse_args([*command[module + 1 :], "--status-fd", "9"])
             assert given.role in ("lora-server", "instance")
 
 
-def test_every_role_says_when_it_is_ready():
-    for name, (_, container) in roles(manifests(CONTENT, PODS)).items():
+@pytest.mark.parametrize("num_front_ends", [1, 2])
+def test_every_role_says_when_it_is_ready(num_front_ends):
+    objects = manifests(CONTENT, Pods(image="image", num_front_ends=num_front_ends))
+    for name, (_, container) in roles(objects).items():
         assert "readinessProbe" in container, name
+
+
+def test_a_controller_is_live_while_its_file_has_a_recent_time(tmp_path):
+    [container] = [
+        container
+        for name, (_, container) in roles(manifests(CONTENT, Pods(image="image", num_front_ends=2))).items()
+        if name == "moe-lora-controller"
+    ]
+    environment = {one["name"]: one.get("value") for one in container["env"]}
+    file = tmp_path / "alive"
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        words = container[probe]["exec"]["command"]
+        assert environment[ALIVE] in words[-1]
+        here = [word.replace(environment[ALIVE], str(file)) for word in words]
+
+        def passes(here: list[str] = here) -> bool:
+            return subprocess.run(here, capture_output=True, check=False).returncode == 0
+
+        assert not passes()
+        file.touch()
+        assert passes()
+        os.utime(file, (0, 0))
+        assert not passes()
+        file.unlink()
+
+
+def test_several_controllers_choose_a_leader_by_a_lease_that_no_other_pod_may_write(tmp_path):
+    pods = Pods(image="image", name="demo", namespace="ml", num_front_ends=2)
+    objects = manifests({**CONTENT, "controllers": 2}, pods)
+    cluster = cluster_of(in_pods(objects), Path(CONFIG))
+    assert cluster.leadership is not None
+    scheme, [namespace], lease = split_store("", cluster.leadership.store)
+    assert (scheme, namespace) == ("kubernetes", "ml")
+    assert sorted(cluster.controllers) == ["controller-0", "controller-1"]
+    [role] = of_kind(objects, "Role").values()
+    [binding] = of_kind(objects, "RoleBinding").values()
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    [subject] = binding["subjects"]
+    accounts = of_kind(objects, "ServiceAccount")
+    assert not any(one["automountServiceAccountToken"] for one in accounts.values())
+    for name, one in of_kind(objects, "StatefulSet").items():
+        spec = one["spec"]["template"]["spec"]
+        leads = name == "demo-controller"
+        assert (spec["serviceAccountName"] == subject["name"]) == leads
+        assert spec.get("automountServiceAccountToken", False) == leads
+        assert spec["serviceAccountName"] in accounts
+    api = ApiServer(tmp_path, rules=role["rules"])
+    api.start()
+    try:
+        with mock.patch.dict("os.environ", api.environment):
+            stores = [KubernetesStore(namespace, lease, 300.0, api.account(name)) for name in "ab"]
+            other = KubernetesStore(namespace, "other", 300.0, api.account("a"))
+        _, epoch = stores[0].acquire("a")
+        stores[0].renew()
+        stores[0].release()
+        assert stores[1].acquire("b")[1] > epoch
+        with pytest.raises(StoreError, match="403"):
+            other.acquire("a")
+    finally:
+        api.stop()
+    assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"get", "create", "update"}
+
+
+def test_one_controller_needs_no_access_to_the_api():
+    objects = manifests(CONTENT, Pods(image="image", num_front_ends=2))
+    assert {"Role", "RoleBinding"}.isdisjoint(one["kind"] for one in objects)
+    [account] = of_kind(objects, "ServiceAccount").values()
+    assert not account["automountServiceAccountToken"]
 
 
 def test_every_folder_that_a_role_writes_to_is_a_volume():
@@ -218,6 +304,10 @@ def test_access_is_for_pods_of_the_cluster_and_for_clients_of_the_front_end():
         ({"engine": {"host_workers": 1, "host_cores": [1]}}, "engine.host_cores names cores of a host"),
         ({"adapters": {"a": "adapters/a"}}, "adapters.a: adapters/a is a relative path"),
         ({"certificates": "certificates"}, "certificates follows from the pods; leave the setting out"),
+        ({"controllers": 2}, "controllers=2: give 1 or more, and with several controllers --front-ends 2"),
+        ({"controllers": 0}, "controllers=0: give 1 or more"),
+        ({"controllers": {"a": {}}}, "controllers follows from the pods; leave the setting out"),
+        ({"leadership": {"store": "etcd://h:1"}}, "leadership follows from the pods"),
         ({"front_end": {"engines_address": "a:1"}}, "front_end.engines_address follows from the pods"),
         ({"front_end": {"host": "127.0.0.1"}}, "front_end.host follows from the pods"),
         ({"front_end": {"port": 0}}, "front_end.port has port 0"),
@@ -335,3 +425,55 @@ def test_the_pods_answer_and_outlive_the_end_of_each_role(tmp_path):
         pods.start(front_end)
         pods.wait_for(front_end, "readinessProbe")
         assert drive(1).answers() == expected
+
+
+@pytest.mark.slow
+def test_controllers_in_pods_follow_each_other_by_a_lease(tmp_path):
+    content = {name: value for name, value in CONTENT.items() if name != "lora_server"}
+    content |= {"engine": {**content["engine"], "num_instances": 1}, "controllers": 2}
+    objects = manifests(content, Pods(image="image", claims={"models": "/srv/models"}, num_front_ends=2))
+    keys = make_keys(tmp_path / "certificates")
+    claims = {"models": DEMO, "moe-lora-certificates": keys.folder}
+    pods = standing_in.Pods(objects, tmp_path / "pods", claims)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(pods)
+        except Unavailable as reason:
+            pytest.skip(f"network namespaces can't be made here: {reason}")
+        pods.start()
+        for name in pods.pods:
+            pods.wait_for(name, "readinessProbe")
+        controllers = [name for name in pods.pods if name.startswith("moe-lora-controller")]
+
+        def num_leads(name: str) -> int:
+            job = pods.pods[name].job
+            assert job is not None
+            return job.count("the controller begins: state")
+
+        def load(adapter: str) -> int:
+            front_end = "moe-lora-front-end-1"
+            body = {"lora_name": adapter, "lora_path": f"/srv/models/adapters/{ADAPTERS[0]}"}
+            url = f"http://{pods.network.hosts[front_end].address}:8000/v1/load_lora_adapter"
+            with pods.network.entered(front_end):
+                return httpx.post(url, json=body, timeout=PATIENCE_S, trust_env=False).status_code
+
+        until(lambda: sum(map(num_leads, controllers)) == 1, lambda: "no controller leads")
+        until(lambda: load("first") in (200, 400), lambda: "nothing loads")
+        leader, standby = sorted(controllers, key=num_leads, reverse=True)
+        pods.api.cut.add(standby)
+        process = pods.pods[leader].job.process
+        process.kill()
+        process.wait(PATIENCE_S)
+        assert load("none") == 503
+        pods.api.cut.clear()
+        until(lambda: num_leads(standby) == 1, lambda: "the standby does not lead")
+        pods.start(leader)
+        until(lambda: load("second") == 200, lambda: "nothing loads after the kill")
+        pods.wait_for(leader, "readinessProbe")
+        before = num_leads(leader)
+        assert pods.delete(standby) == 0
+        until(lambda: num_leads(leader) == before + 1, lambda: "nobody follows")
+        pods.start(standby)
+        for name in controllers:
+            pods.wait_for(name, "livenessProbe")
+        assert load("third") == 200

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -16,13 +18,14 @@ from moe_lora.config.cluster import ClusterConfig, read_cluster
 from moe_lora.config.devices import LORA_SERVER
 from moe_lora.config.optional_parts import ScalingConfig
 from moe_lora.core.errors import CapacityError, ConfigError, EngineDeadError, LoraServerError, MoeLoraError
+from moe_lora.dist.cluster.controller.keeper_link import KeeperLink
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.launch import cluster_file as host_settings
 from moe_lora.dist.launch import local_layout
-from moe_lora.dist.launch.cluster_file import cluster_file, write_cluster
+from moe_lora.dist.launch.cluster_file import cluster_file, on_sockets, write_cluster
 from moe_lora.dist.launch.host_roles import Role, server_roles
 from moe_lora.dist.launch.local import Generation, OwnServer, local_lora_server
-from moe_lora.dist.launch.local_layout import LayoutChange
+from moe_lora.dist.launch.local_layout import ControlledInstances, LayoutChange, LayoutKeeper
 from tests.patience import PATIENCE_S
 from tests.serve.demo_server import DEMO
 
@@ -126,7 +129,7 @@ class Host:
 
     def change(self, layout: str, limit_s: float = PATIENCE_S) -> str:
         async def run() -> str:
-            made = LayoutChange(self.own, self.file, self, SimpleNamespace(instance_registry=self.registry))
+            made = LayoutChange(self.own, self.file, ControlledInstances(self, self.registry))
             return await made.to(layout, 7, limit_s)
 
         return asyncio.run(run())
@@ -161,6 +164,13 @@ def test_ranks_start_beside_the_former_ones_which_end_after_the_last_instance_ha
     assert host.change("EP4-PP1") == address, "nothing to change"
     host.change("EP2-PP1")
     assert host.ranks.kept == [f"EP2-PP1 lora-server-{rank}" for rank in range(2)]
+
+
+def test_instances_of_several_ranks_move(stack):
+    host = Host(stack, expert_parallel=2)
+    host.change("EP4")
+    assert [one for one in host.events if one.startswith("moved")] == ["moved instance-0", "moved instance-1"]
+    assert not host.killed
 
 
 def test_processes_from_before_the_file_are_moved_and_later_ones_are_there(stack):
@@ -259,7 +269,6 @@ def test_if_no_instance_moves_the_next_ranks_end_and_all_is_as_before(stack, err
         ("PP99", {}, "99 stages are more than num_layers"),
         ("four", {}, "is no layout"),
         ("EP4-PP1", {"device_puts": "ibgda"}, "device_puts joins devices that start together"),
-        ("EP4-PP1", {"expert_parallel": 2}, "fixed beside instances of 2 ranks"),
     ],
 )
 def test_an_impossible_layout_changes_nothing(stack, layout, settings, why):
@@ -308,3 +317,113 @@ def test_the_next_ranks_have_the_log_level_of_the_former_ones(stack):
 def test_ranks_beside_scaling_instances_read_their_file(stack, monkeypatch):
     kept(monkeypatch, local_lora_server(Host(stack).cluster))
     assert Kept.cluster.lora_server.layout == "EP2-PP1"
+
+
+class Controller:
+    """A separate controller of the host's instances.  address: of the server whose state it reads."""
+
+    def __init__(self, host: Host) -> None:
+        self.provision, self.address = self, None
+        cluster = read_cluster(f"/dev/fd/{host.file}")
+        controlled = SimpleNamespace(controller=self, instance_registry=host.registry)
+        self.relayout = None
+        self.running = asyncio.create_task(KeeperLink(cluster, controlled).run())
+
+    def use_lora_server(self, address: str) -> None:
+        self.address = address
+
+    async def connected(self) -> None:
+        while self.address is None:
+            await asyncio.sleep(0.001)
+
+    async def end(self) -> None:
+        self.running.cancel()
+        await asyncio.wait([self.running])
+
+
+@contextlib.asynccontextmanager
+async def kept_by(host: Host, folder) -> AsyncIterator[None]:
+    """Its keeper has several front ends."""
+    write_cluster(host.file, on_sockets(replace(host.cluster, scaling=None), 2, str(folder)))
+    host.running["controller"] = 1
+    host.started = {"controller", *host.engines}
+    keeper = LayoutKeeper(host.own, host.file)
+    keeper.roles = host
+    async with keeper.open():
+        yield
+
+
+def test_a_separate_controller_has_the_keeper_change_the_layout(stack, tmp_path):
+    host = Host(stack)
+
+    async def play() -> None:
+        async with kept_by(host, tmp_path):
+            controller = Controller(host)
+            await controller.connected()
+            assert controller.address == "/f/lora-server"
+            with pytest.raises(ConfigError, match="3 does not divide num_experts"):
+                await controller.relayout("EP3-PP1", 7, PATIENCE_S)
+            host.check_unchanged()
+            address = await controller.relayout("EP4-PP1", 7, PATIENCE_S)
+            assert host.file_layout == "EP4-PP1"
+            assert controller.address == address
+            await controller.end()
+
+    asyncio.run(play())
+    assert [one for one in host.events if one.startswith("moved")] == ["moved instance-0", "moved instance-1"]
+    assert len(host.ranks.kept) == 4
+    assert not host.killed
+
+
+def test_a_change_outlives_its_controller(stack, tmp_path):
+    """The next controller moves the other instance, and reads the state of the next server."""
+    host = Host(stack)
+    ending: list[asyncio.Task[None]] = []
+
+    async def play() -> None:
+        async with kept_by(host, tmp_path):
+            first = Controller(host)
+            await first.connected()
+            host.engines["instance-1"].errors = Endless(EngineDeadError("not yet"))
+
+            def on_move(name: str) -> None:
+                if name == "instance-0":
+                    ending.append(asyncio.create_task(first.end()))
+
+            host.on_move = on_move
+            with pytest.raises(ConnectionError):
+                await first.relayout("EP4-PP1", 7, PATIENCE_S)
+            await asyncio.wait(ending)
+            second = Controller(host)
+            await second.connected()
+            assert second.address == "/f/lora-server"
+            host.engines["instance-1"].errors = []
+            while second.address == "/f/lora-server":
+                await asyncio.sleep(0.001)
+            assert second.address == host.own.now.cluster.lora_server.address
+            await second.end()
+
+    asyncio.run(play())
+    assert "moved instance-1" in host.events
+    assert host.ranks.kept == [f"EP4-PP1 lora-server-{rank}" for rank in range(4)]
+    assert host.file_layout == "EP4-PP1"
+    assert not host.killed
+
+
+def test_an_end_of_the_keeper_ends_a_change(stack, tmp_path):
+    host = Host(stack)
+    host.ranks.hangs = True
+
+    async def play() -> None:
+        async with kept_by(host, tmp_path):
+            controller = Controller(host)
+            await controller.connected()
+            asking = asyncio.ensure_future(controller.relayout("EP4-PP1", 7, PATIENCE_S))
+            while len(host.ranks.kept) < 6:
+                await asyncio.sleep(0.001)
+        with pytest.raises(ConnectionError):
+            await asking
+        await controller.end()
+
+    asyncio.run(play())
+    host.check_unchanged()

@@ -301,7 +301,7 @@ def test_settings_that_can_not_be_passed_on_are_told_with_the_way_out(cluster, m
     """By SIGHUP to several front ends, while the disk is full."""
     told: list[object] = []
 
-    async def run(roles, drain_s, reload, at_once, dead_s, spare) -> bool:
+    async def run(roles, drain_s, reload, *_: object) -> bool:
         kept = SimpleNamespace(hang_up=lambda: told.append("hung up"))
         with monkeypatch.context() as full:
             full.setattr(os, "pwrite", no_room)
@@ -319,6 +319,25 @@ def test_settings_that_can_not_be_passed_on_are_told_with_the_way_out(cluster, m
     assert serve_host(plain, 2, Reload(lambda: plain)) == 0
     assert told == ["hung up"]
     assert "No space left on device): make room in TMPDIR, then send SIGHUP again" in caplog.text
+
+
+def test_settings_that_are_passed_on_leave_the_other_sections_of_the_file(cluster, monkeypatch, tmp_path):
+    """A change of the LoRA Server's layout is in the file alone."""
+    found: list[ClusterConfig] = []
+
+    async def run(roles, drain_s, reload, *_: object) -> bool:
+        file = roles[0].fds[0]
+        write_cluster(file, replace(read_cluster(f"/dev/fd/{file}"), served_model_name="later"))
+        await reload(SimpleNamespace(hang_up=lambda: found.append(read_cluster(f"/dev/fd/{file}"))))
+        return True
+
+    monkeypatch.setattr(host_roles, "run_roles", run)
+    plain = replace(cluster, provision=None, registry=None, front_end=FrontEndConfig(port=0))
+    plain = replace(plain, engine=replace(plain.engine, num_threads=None, state_dir=str(tmp_path)))
+    changed = replace(plain, front_end=FrontEndConfig(port=0, max_connections=7))
+    reads = iter((plain, changed))
+    assert serve_host(plain, 2, Reload(lambda: next(reads))) == 0
+    assert [(one.served_model_name, one.front_end.max_connections) for one in found] == [("later", 7)]
 
 
 def test_stopping_ends_what_runs(caplog):

@@ -73,6 +73,8 @@ def test_every_dialled_name_is_a_listening_part(num_front_ends):
 def test_a_setting_of_hosts_is_refused_for_ray():
     with pytest.raises(ConfigError, match="certificates follows from Ray; leave the setting out"):
         roles_file({**CONTENT, "certificates": "certificates"}, hosts())
+    with pytest.raises(ConfigError, match="controllers follows from Ray; leave the setting out"):
+        roles_file({**CONTENT, "controllers": 2}, hosts(2))
     with pytest.raises(
         ConfigError, match="model_dir: base is a relative path; give the absolute path on all"
     ):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
 from collections import defaultdict
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
+from moe_lora.core.errors import CapacityError, ConfigError, EngineDeadError, LoraServerError
 from moe_lora.core.wrong_files import read_config
 from moe_lora.dist.lora_server.attach import LeaseClient
 from moe_lora.dist.lora_server.control import network
@@ -23,21 +24,25 @@ from moe_lora.engine.core import EngineCore
 from moe_lora.engine.verbs import EngineVerbs
 from moe_lora.families import shape_of
 from tests.dist.lora_server.cluster import Cluster, until
+from tests.engine.ranks.faulty_follower import use_faulty_followers
 from tests.engine.test_switching import MODEL, ask, drive, engine, tokens_of
 from tests.models.generated_code import captured_graphs
+from tests.patience import PATIENCE_S
 
 NUM = 60
 
 
 @contextmanager
-def servers(*layouts: str, **settings) -> Iterator[list[Cluster]]:
-    """Running servers of one store."""
+def servers(*layouts: str, client_ranks: int = 1, **settings) -> Iterator[list[Cluster]]:
+    """Running servers of one store, for instances of so many ranks."""
     shape = shape_of(read_config(MODEL))
     first = Cluster(shape, layouts[0], **settings)
     found = [
         first,
         *(Cluster(shape, one, store_dir=first.config.store_dir, **settings) for one in layouts[1:]),
     ]
+    for one in found:
+        one.client_ranks = client_ranks
     with first, found[1]:
         yield found
 
@@ -46,10 +51,11 @@ class Driven:
     """An engine with requests under way.  outputs: by request.  reached: leases before the move itself."""
 
     def __init__(self, core: EngineCore) -> None:
-        self.core, self.outputs = core, defaultdict(list)
+        self.core, self.outputs, self.num_steps = core, defaultdict(list), 0
         self.finish_reasons: dict[str, str | None] = {}
 
     def step(self) -> None:
+        self.num_steps += 1
         for output in self.core.step():
             self.outputs[output.request_id] += output.token_ids
             self.finish_reasons[output.request_id] = output.finish_reason
@@ -64,12 +70,13 @@ class Driven:
             steps = leases.move(self.core, files, server.address, server.layout)
             try:
                 waited = next(steps)
+                self.step_until(waited.done)
+                if waited.exception() is None:
+                    _, self.reached = waited.result()
+                    change()
                 while True:
-                    self.step_until(waited.done)
-                    if waited.exception() is None:
-                        _, self.reached = waited.result()
-                        change()
                     waited = steps.send(waited)
+                    self.step_until(waited.done)
             except StopIteration:
                 return
 
@@ -110,12 +117,13 @@ def expected() -> dict[str, list[int]]:
     [
         {},
         pytest.param({"eager": False}, marks=pytest.mark.slow),
+        pytest.param({"expert_parallel": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_answers_go_on_with_the_same_tokens_and_no_row_is_computed_by_the_instance(settings):
     with (
         captured_graphs(),
-        servers("EP2-PP1", "EP4-PP1") as (former, following),
+        servers("EP2-PP1", "EP4-PP1", client_ranks=settings.get("expert_parallel", 1)) as (former, following),
         engine(lora_server=former.config, **settings) as core,
     ):
         driven = Driven(core)
@@ -138,6 +146,52 @@ def test_answers_go_on_with_the_same_tokens_and_no_row_is_computed_by_the_instan
         driven.move(former)  # is there already
         core.add_request(ask("again"))
         assert driven.end()["again"] == driven.outputs["a"][: len(driven.outputs["again"])]
+
+
+@contextmanager
+def two_ranks(monkeypatch, fault: str) -> Iterator[tuple[Driven, Cluster, Cluster]]:
+    """An instance with requests, whose follower has this fault once; the former and the next server."""
+    use_faulty_followers(monkeypatch, {fault: 1})
+    with (
+        servers("EP2-PP1", "EP4-PP1", client_ranks=2) as (former, following),
+        engine(lora_server=former.config, expert_parallel=2) as core,
+    ):
+        driven = Driven(core)
+        for one in requests():
+            core.add_request(one)
+        driven.step_until(lambda: len(driven.outputs) == 3)
+        yield driven, former, following
+
+
+def test_a_follower_without_a_connection_keeps_all_ranks_at_the_former_server(monkeypatch):
+    with two_ranks(monkeypatch, "no_reach") as (driven, former, following):
+        core = driven.core
+        with pytest.raises(
+            LoraServerError, match=r"rank 1 .* does not reach .*: this follower reaches nobody"
+        ):
+            driven.move(following)
+        assert core.rank.config.lora_server == former.config
+        before = [former.rank(number).loop.num_requests for number in range(2)]
+        driven.step_until(
+            lambda: all(former.rank(number).loop.num_requests > before[number] for number in range(2))
+        )
+        assert not any(following.rank(number).loop.num_requests for number in range(4))
+        assert core.has_work
+        driven.move(following)
+        assert driven.end() == expected()
+        assert all(following.rank(number).loop.num_requests for number in range(4))
+        assert core.stats().lora_server_fallback_rows == 0
+
+
+def test_a_follower_that_is_killed_while_it_connects_ends_the_engine_and_the_move(monkeypatch):
+    with two_ranks(monkeypatch, "killed_in_reach") as (driven, _, following), ThreadPoolExecutor(1) as files:
+        core, server = driven.core, following.config
+        waited = next(core.adapters.leases.move(core, files, server.address, server.layout))
+        with pytest.raises(EngineDeadError, match=r"rank 1 .* was killed by SIGKILL"):
+            driven.step_until(waited.done)
+        core.close(at_once=True)
+        with pytest.raises(LoraServerError, match=r"rank 1 .* does not reach"):
+            waited.result(PATIENCE_S)
 
 
 def test_adapters_that_change_meanwhile_are_those_of_the_next_server():
@@ -177,6 +231,39 @@ def test_a_move_waits_for_no_register_of_a_late_adapter(monkeypatch):
         core.add_request(ask("t", adapter="third"))
         assert driven.end()["t"]
         assert waited == []
+        assert core.stats().lora_server_fallback_rows == 0
+
+
+def test_a_request_that_starts_before_the_move_has_its_lease_after_the_move(monkeypatch):
+    """Of an adapter without a request so far, while the next leader needs some steps for the lease."""
+    acquire, waiting_for = Leader.acquire, []
+
+    async def late(leader: Leader, *asked: object) -> object:
+        for driven in waiting_for:
+            until_step = driven.num_steps + 3
+            while driven.num_steps < until_step and driven.core.has_work:
+                await asyncio.sleep(0.001)
+        return await acquire(leader, *asked)
+
+    monkeypatch.setattr(Leader, "acquire", late)
+    with (
+        servers("EP1-PP1", "EP2-PP1") as (former, following),
+        engine(lora_server=former.config) as core,
+    ):
+        driven = Driven(core)
+        first, second, _ = requests()
+        core.add_request(first)
+        driven.step_until(lambda: driven.outputs["a"])
+
+        def change() -> None:
+            core.add_request(second)
+            driven.step_until(lambda: driven.outputs["b"])
+            waiting_for.append(driven)
+
+        driven.move(following, change)
+        assert core.has_work
+        found = driven.end()
+        assert found == {name: tokens for name, tokens in expected().items() if name in found}
         assert core.stats().lora_server_fallback_rows == 0
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from multiprocessing.connection import Connection
 
+from moe_lora.core.errors import LoraServerError
 from moe_lora.core.teardown import run_child
 from moe_lora.engine.adapters.copies import BringAdapter, RankCopier
 from moe_lora.engine.ranks import followers
@@ -104,10 +105,25 @@ def _break_meetings() -> None:
     broken("meet")
 
 
+def _break_moves() -> None:
+    reach = Rank.reach
+
+    def maybe(self, server):
+        if hasattr(self, "lora_server"):  # not the connection of the start
+            if _is_due("killed_in_reach"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if _is_due("no_reach"):
+                raise LoraServerError("this follower reaches nobody")
+        return reach(self, server)
+
+    Rank.reach = maybe
+
+
 if __name__ == "__main__":
     _left.update(json.loads(os.environ[FAULTS]))
     _break_steps()
     _break_copies()
     _break_merges()
     _break_meetings()
+    _break_moves()
     run_child(lambda fd: follow(Connection(fd)))

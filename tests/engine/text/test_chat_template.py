@@ -198,6 +198,38 @@ def test_a_chat_s_tools_are_in_few_probes_of_its_roles(refusal):
     assert with_tools.count(False) <= 40
 
 
+NO_DEVELOPER = {
+    "dropped": "{% for m in messages %}{% if m.role in ('system', 'user') %}SHOWN{% endif %}{% endfor %}",
+    "refused": (
+        "{% for m in messages %}{% if m.role == 'developer' %}{{ raise_exception('role') }}{% endif %}"
+        "SHOWN{% endfor %}"
+    ),
+}
+SHOWN = {
+    "text": "[{{ m.role }}]{{ m.content }}",
+    "parts": "[{{ m.role }}]{% for p in m.content %}{{ p.text }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+@pytest.mark.parametrize("kind", NO_DEVELOPER)
+@pytest.mark.parametrize("content", ["Do.", [{"type": "text", "text": "Do."}]])
+def test_a_template_without_developers_gets_their_messages_as_system_s(kind, shown, content):
+    tokenizer = ours(NO_DEVELOPER[kind].replace("SHOWN", SHOWN[shown]))
+    messages = [{"role": "developer", "content": content}, USER]
+    assert tokenizer.render_chat(messages) == "[system]Do.[user]hello there"
+
+
+def test_a_template_with_developers_or_without_system_messages_gets_the_role_as_it_is():
+    reading = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    users = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}-{% endif %}{% endfor %}"
+    )
+    messages = [{"role": "developer", "content": "Do."}, USER]
+    assert ours(reading).render_chat(messages) == "[developer]Do.[user]hello there"
+    assert ours(users).render_chat(messages) == "-hello there"
+
+
 def test_many_roles_are_not_probed_for_ever():
     tokenizer = ours(TEXT_ONLY["plain"])
     for number in range(MAX_PROBES + 10):

@@ -14,6 +14,7 @@ from moe_lora.config import ProvisionConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import CapacityError, ConfigError, EngineDeadError, LastProblem, LoraServerError
+from moe_lora.core.partition import Layout
 from moe_lora.core.records import Outlook, ServerState
 from moe_lora.core.request import FleetStats
 from moe_lora.dist.lora_server.control import LoraServerAdmin
@@ -121,19 +122,25 @@ class CapacityController:
         """
         if self.relayout is None:
             raise ConfigError(
-                "the LoRA Server's layout is fixed: only moe-lora serve with one front end and --lora-server "
-                f"changes it while it serves; else start again with lora_server.layout={layout}"
+                "the LoRA Server's layout is fixed: only moe-lora serve with --lora-server changes the "
+                f"layout while it serves; else set lora_server.layout={layout}, start the ranks "
+                f"again on their host (torchrun --nproc-per-node {Layout.parse(layout).num_ranks} -m "
+                "moe_lora.dist.launch.run_role --config FILE --role lora-server), then the instances"
             )
         async with self._changing:
             end_s = current_time() + limit_s
             before = await asyncio.to_thread(self._admin.state)
             address = await self.relayout(layout, before.capacity, limit_s)
-            self._server = LoraServerAdmin(address, None)
+            self.use_lora_server(address)
             return await self._until_whole(
                 max(LOOK_S, end_s - current_time()),
                 f"the LoRA Server is {layout}, but",
                 before.num_instances,
             )
+
+    def use_lora_server(self, address: str) -> None:
+        """Read state from the server at this socket."""
+        self._server = LoraServerAdmin(address, None)
 
     async def _until_whole(
         self,

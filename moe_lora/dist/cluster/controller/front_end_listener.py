@@ -27,6 +27,7 @@ from moe_lora.dist.net.peer import Asked, Peer
 from moe_lora.dist.net.session import Dialler
 from moe_lora.provision.online import DemandWindow, Visit
 
+from . import set_alive
 from .cluster_controller import ControlledFleet, controlled_fleet
 from .cluster_state import (
     ClusterState,
@@ -113,10 +114,10 @@ class FrontEndListener:
 
     async def run(self) -> None:
         """Recover, then decide and send states, until cancelled."""
-        self._spawn(self._show())
+        self.spawn(self._show())
         try:
             await self._recover()
-            self._spawn(self._controller.run())
+            self.spawn(self._controller.run())
             while True:
                 await self._learn_ranks()
                 self._give_out()
@@ -148,6 +149,7 @@ class FrontEndListener:
 
     async def _show(self) -> None:
         while True:
+            set_alive()
             for session in self.sessions:
                 session.peer.send(self._controller.figures)
             await asyncio.sleep(SHOW_S)
@@ -209,7 +211,7 @@ class FrontEndListener:
 
     def _hear(self, session: Session, message: Message | Asked) -> None:
         if isinstance(message, Asked):
-            self._spawn(self._answer(message))
+            self.spawn(self._answer(message))
         elif isinstance(message, Taken):
             session.taken = message.number
             self._changed.set()
@@ -228,7 +230,7 @@ class FrontEndListener:
     def _leave_with_all(self) -> None:
         """End pauses once all front ends leave."""
         if self.sessions and all(one.is_leaving for one in self.sessions):
-            self._spawn(self._controller.leave())
+            self.spawn(self._controller.leave())
 
     async def _answer(self, call: Asked) -> None:
         await self._ready.wait()
@@ -255,7 +257,8 @@ class FrontEndListener:
             late = [session.name for session in self.sessions if session.taken < number]
             logger.warning("front ends %s do not take state %d; going on", ", ".join(late), number)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run beside `run`, which cancels the work at its end."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -266,10 +269,13 @@ async def run_controller(
     registry: ServedRegistry | None,
     hang_up: Callable[[], object] | None = None,
     leader: Leader | None = None,
+    *,
+    is_kept: bool = False,
 ) -> None:
     """Run the controller of a cluster until SIGINT or SIGTERM.
 
-    hang_up: effect of SIGHUP.  leader: of several controllers.  Raises ConfigError for errors known at start.
+    hang_up: effect of SIGHUP.  leader: of several controllers.  is_kept: by `serve_host`.  Raises ConfigError
+    for errors known at start.
     """
     loop = asyncio.get_running_loop()
     if hang_up is not None:
@@ -286,6 +292,10 @@ async def run_controller(
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, task.cancel)
             logger.info("the controller listens at %s", bound)
+            if is_kept and cluster.lora_server is not None:
+                from .keeper_link import KeeperLink
+
+                listener.spawn(KeeperLink(cluster, controlled).run())
             if leader is not None:
                 leader.loop = loop
             with contextlib.suppress(asyncio.CancelledError):

@@ -34,7 +34,7 @@ class LeaseStore(Protocol):
 
 
 def open_store(cluster: ClusterConfig) -> LeaseStore:
-    """The store of the settings.  Raises ConfigError for unreadable certificates."""
+    """The store of the settings.  Raises ConfigError for unreadable certificates, and outside of pods."""
     assert cluster.leadership is not None
     store, ttl_s = cluster.leadership.store, cluster.leadership.ttl_s
     scheme, members, place = split_store("leadership.store", store)
@@ -42,6 +42,10 @@ def open_store(cluster: ClusterConfig) -> LeaseStore:
         from .sqlite_store import SqliteStore
 
         return SqliteStore(place, ttl_s)
+    if scheme == "kubernetes":
+        from .kubernetes_store import KubernetesStore
+
+        return KubernetesStore(members[0], place, ttl_s)
     from .etcd_store import EtcdStore
 
     context = None

@@ -20,6 +20,7 @@ from typing import NoReturn
 from moe_lora.config import CONTROLLERS
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import ConfigError, LastProblem
+from moe_lora.dist.cluster.controller import set_alive
 
 from . import LeaseStore, LostLeaseError, StoreError, open_store
 
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.4
 _RENEW, _AGAIN, _END, _KILL = 0.2, 0.04, 0.8, 0.9
 """Shares of the lease's time: pauses after good and failed renewals; ends by itself and by the kernel."""
+_STALLED = "the store does not answer the renewal in time"
 
 
 class Leader:
@@ -41,6 +43,7 @@ class Leader:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._name, self._store, self._ttl_s = name, store, ttl_s
         self._until_s = 0.0
+        self._problem = StoreError(_STALLED)
         self._may_hold = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="leadership", daemon=True)
@@ -50,6 +53,7 @@ class Leader:
         holder, problem, leads = f"{self._name} {secrets.token_hex(8)}", LastProblem(), LastProblem()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         while True:
+            set_alive()
             try:
                 self._may_hold = True
                 other, epoch = self._store.acquire(holder)
@@ -67,6 +71,7 @@ class Leader:
             time.sleep(min(_POLL_S, _RENEW * self._ttl_s))
         logger.warning("controller %s leads (epoch %d)", self._name, epoch)
         self._thread.start()
+        threading.Thread(target=self._watch, name="leadership-watch", daemon=True).start()
         return epoch
 
     def release(self) -> None:
@@ -88,7 +93,10 @@ class Leader:
     def _renew(self) -> None:
         sent_s = time.monotonic()
         self._store.renew()
-        self._until_s = sent_s + _END * self._ttl_s
+        until_s = sent_s + _END * self._ttl_s
+        if time.monotonic() >= until_s:
+            raise StoreError(_STALLED)
+        self._until_s = until_s
         left_s = max(sent_s + _KILL * self._ttl_s - time.monotonic(), 1e-6)
         # Ends a stopped process; in a container the kernel spares process 1.
         if os.getpid() == 1:
@@ -103,15 +111,19 @@ class Leader:
                 self._check_loop()
                 self._renew()
                 problem.over()
-                pause = _RENEW
+                self._problem, pause = StoreError(_STALLED), _RENEW
             except LostLeaseError as error:
                 self._end(error)
             except StoreError as error:
-                pause = _AGAIN
+                self._problem, pause = error, _AGAIN
                 if problem.is_new(str(error)):
                     logger.warning("the lease of controller %s is not renewed: %s", self._name, error)
-                if time.monotonic() >= self._until_s:
-                    self._end(error)
+
+    def _watch(self) -> None:
+        """End the process once the lease is not renewed in time, also during a call of the store."""
+        while not self._over.wait(max(self._until_s - time.monotonic(), 0.0)):
+            if time.monotonic() >= self._until_s:
+                self._end(self._problem)
 
     def _check_loop(self) -> None:
         """Raises StoreError if the event loop does not get on."""

@@ -25,20 +25,21 @@ _DATA = {"const", "default"}
 
 def grammar_of_calls(functions: list[dict[str, Any]], several: bool) -> str:
     """Grammar of a list of calls.  Raises ValueError with a wrong schema's function."""
-    calls = [_schema_of_call(function, place) for place, function in enumerate(functions)]
+    calls = [_schema_of_call(function, f"/items/anyOf/{place}") for place, function in enumerate(functions)]
     most = {} if several else {"maxItems": 1}
     schema = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
     return grammars.json_grammar(schema, lenient=True)
 
 
-def grammar_of_arguments(function: Mapping[str, Any]) -> str:
-    """Grammar of a function's arguments.  Raises ValueError."""
-    return grammars.json_grammar(_arguments(function, ""), lenient=True)
+def grammar_of_arguments(function: Mapping[str, Any], *, is_call: bool = False) -> str:
+    """Grammar of a function's arguments, or of its call with `parameters`.  Raises ValueError."""
+    schema = _schema_of_call(function, "", "parameters") if is_call else _arguments(function, "")
+    return grammars.json_grammar(schema, lenient=True)
 
 
-def _schema_of_call(function: Mapping[str, Any], place: int) -> dict[str, Any]:
-    arguments = _arguments(function, f"/items/anyOf/{place}/properties/arguments")
-    properties = {"name": {"const": function["name"]}, "arguments": arguments}
+def _schema_of_call(function: Mapping[str, Any], path: str, name: str = "arguments") -> dict[str, Any]:
+    arguments = _arguments(function, f"{path}/properties/{name}")
+    properties = {"name": {"const": function["name"]}, name: arguments}
     return {
         "type": "object",
         "properties": properties,

@@ -23,8 +23,8 @@ class SeparateChat(ChatFormat):
     def show_at_end(self, name: str, value_of: Callable[[int], object]) -> None:
         self._form.show_at_end(name, value_of)
 
-    def token_text(self, token_id: int) -> str:
-        return self._form.token_text(token_id)
+    def token_text(self, token_id: int, *, is_first: bool = False) -> str:
+        return self._form.token_text(token_id, is_first=is_first)
 
     def opening(self, index: int) -> dict[str, Any] | None:
         found = self._form.opening(index)

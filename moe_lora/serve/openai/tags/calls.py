@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls in a model's format: of strict functions, and GPT-OSS's forced calls."""
+"""Calls in a model's format: of strict functions, beside a format, and GPT-OSS's forced calls."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def add_strict_calls(given: Any, rules: TagRules) -> str:
     fields, functions = given
     parsers = AnswerParsers(**fields)
     kind = parser_class(parsers.tool_format)
-    free = [{**one, **({} if one["strict"] is True else {"parameters": None})} for one in functions]
-    tags = [tag for function in free for tag in _tags(kind, function, rules)]
+    tags = [tag for function in _free(functions) for tag in _tags(kind, function, rules)]
     if kind.LEADS:
         answer = rules.rule(_leading(kind, tags, rules))
     else:
@@ -43,6 +42,30 @@ def add_strict_calls(given: Any, rules: TagRules) -> str:
     opening, closing = REASONING_FORMATS[parsers.reasoning][:2]
     thought = f"({rules.until(closing)} {answer} | {rules.free((closing,))})"
     return thought if parsers.is_open else f"{rules.opened(opening)} {thought} | {answer}"
+
+
+def add_calls_or_format(given: Any, rules: TagRules) -> str:
+    """The start of rules for an answer that begins with a call, or is in a format.
+
+    given: as of `add_strict_calls`, and kind and value of the format.
+    """
+    fields, functions, (form, value) = given
+    kind, answer = parser_class(fields["tool_format"]), rules.within(form, value)
+    if fields["tool_format"] == HARMONY:
+        final = rules.literal(f"<|channel|>final{MESSAGE}")
+        return f"{add_forced_call([_free(functions)], rules)} | {final} {answer}"
+    if kind.LEADS:  # a lazy brace of a call excludes an object of the format
+        call = rules.rule(" | ".join(rules.within("call", one) for one in _free(functions)))
+        return f"({rules.opened(kind.OPEN[0])})? {call} (/\\s*;\\s*/ {call})* | {answer}"
+    tags = [tag for function in _free(functions) for tag in _tags(kind, function, rules)]
+    opening = f"({rules.literal(kind.NOISE[0])} /\\s*/)? " if kind.NOISE else ""
+    calls = rules.triggered(tags, kind.TRIGGERS or kind.OPEN, starts=True)
+    return f"{opening}{calls} | {answer}"
+
+
+def _free(functions: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The functions, with any object for arguments that are not strict."""
+    return [{**one, **({} if one["strict"] is True else {"parameters": None})} for one in functions]
 
 
 def add_forced_call(given: Any, rules: TagRules) -> str:

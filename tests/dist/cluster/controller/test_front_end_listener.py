@@ -13,6 +13,7 @@ import pytest
 
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
+from moe_lora.dist.cluster.controller import ALIVE
 from moe_lora.dist.cluster.controller.cluster_state import ClusterState, Taken
 from moe_lora.dist.cluster.controller.protocol import HANDSHAKE
 from moe_lora.dist.cluster.instances import Holding
@@ -45,6 +46,19 @@ def inside(controller: ControllerSide) -> list[str]:
 @pytest.fixture
 def address(tmp_path) -> Address:
     return Address(path=str(tmp_path / "controller"))
+
+
+def test_a_leader_s_event_loop_sets_the_time_of_the_probe_s_file(address, monkeypatch, tmp_path):
+    file = tmp_path / "alive"
+    monkeypatch.setenv(ALIVE, str(file))
+
+    async def run() -> None:
+        async with listening(address):
+            await until(file.exists)
+            file.unlink()
+            await until(file.exists)
+
+    asyncio.run(run())
 
 
 def test_front_end_of_another_version_is_refused_with_the_difference(address):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an etcd's gateway may answer; `tests/dist/test_etcd_leadership.py` asks a real one."""
+"""What an etcd's gateway may answer; `tests/dist/test_elected_controllers.py` asks a real one."""
 
 from __future__ import annotations
 

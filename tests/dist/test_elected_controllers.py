@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two controllers whose lease three members of etcd keep: either and any member may end."""
+"""Two controllers whose lease is in etcd or in Kubernetes: either and the store may end or stand still."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -16,17 +18,17 @@ from moe_lora.dist.cluster.leadership.etcd_store import EtcdStore
 from moe_lora.dist.net.keys import make_keys
 from tests.patience import PATIENCE_S
 
-from .cluster_jobs import Drive, local_answers, until
-from .elected_cluster import TTL_S, ElectedCluster
+from .api_server import ApiServer
+from .cluster_jobs import Drive, Host, local_answers, until
+from .elected_cluster import CONTROLLERS, TTL_S, ElectedCluster
 from .etcd_members import Members, acquired
 from .test_control_plane import FRONT_ENDS, REQUESTS, of_loaded
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd here; Debian: etcd-server"),
-]
+pytestmark = pytest.mark.slow
+needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd here; Debian: etcd-server")
 
 
+@needs_etcd
 def test_a_lease_of_three_members(tmp_path):
     members = Members(tmp_path)
     try:
@@ -53,6 +55,7 @@ def test_a_lease_of_three_members(tmp_path):
         members.stop()
 
 
+@needs_etcd
 def test_tls_by_the_cluster_s_certificates(tmp_path):
     keys = make_keys(tmp_path / "certificates")
     members = Members(tmp_path, 1, keys.folder)
@@ -66,9 +69,54 @@ def test_tls_by_the_cluster_s_certificates(tmp_path):
         members.stop()
 
 
-@pytest.fixture(scope="module")
-def members(tmp_path_factory) -> Iterator[Members]:
-    found = Members(tmp_path_factory.mktemp("etcd"))
+class Etcd:
+    """Three members of etcd.  away: problem of a leader without the store."""
+
+    away = "etcd does not answer"
+
+    def __init__(self, folder: Path) -> None:
+        self.members = Members(folder)
+        self.store = f"etcd://{','.join(self.members.clients)}"
+        self.hosts: Mapping[str, Host] = {}
+
+    def end(self) -> None:
+        self.members.kill(0)
+        self.members.kill(1)
+
+    def start(self) -> None:
+        self.members.start(0)
+        self.members.start(1)
+
+    def stop(self) -> None:
+        self.members.stop()
+
+
+class Kubernetes:
+    """An API server, and the places of the controllers' pods: each has its service account at its path."""
+
+    away = "the API server does not answer"
+    store, lease = "kubernetes://default/leader", "leader"
+    _account = "/run/secrets/kubernetes.io/serviceaccount"
+    _mount = 'mount -t tmpfs tmpfs /run && mkdir -p "$1" && cp "$0"/* "$1" && shift && exec "$@"'
+
+    def __init__(self, folder: Path) -> None:
+        self.api = ApiServer(folder / "api")
+        self.start, self.end, self.stop = self.api.start, self.api.stop, self.api.stop
+        self.start()
+        variables = [f"{name}={value}" for name, value in self.api.environment.items()]
+        own = ("env", *variables, "unshare", "--mount", "sh", "-c", self._mount)
+        self.hosts = {
+            name: Host(name, "127.0.0.1", folder / name, (*own, str(self.api.account(name)), self._account))
+            for name in CONTROLLERS
+        }
+        if subprocess.run([*self.hosts["a"].prefix, "true"], check=False).returncode:
+            self.stop()
+            pytest.skip("mounts of a process can't be made here")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(Etcd, marks=needs_etcd), Kubernetes])
+def store(request, tmp_path_factory) -> Iterator[Etcd | Kubernetes]:
+    found = request.param(tmp_path_factory.mktemp("store"))
     try:
         yield found
     finally:
@@ -76,9 +124,9 @@ def members(tmp_path_factory) -> Iterator[Members]:
 
 
 @pytest.fixture(scope="module")
-def elected(tmp_path_factory, members) -> Iterator[ElectedCluster]:
-    store = f"etcd://{','.join(members.clients)}"
-    with ElectedCluster(tmp_path_factory.mktemp("elected"), store, local_answers(REQUESTS)) as elected:
+def elected(tmp_path_factory, store) -> Iterator[ElectedCluster]:
+    folder, expected = tmp_path_factory.mktemp("elected"), local_answers(REQUESTS)
+    with ElectedCluster(folder, store.store, expected, hosts=store.hosts) as elected:
         yield elected
 
 
@@ -107,7 +155,10 @@ def test_a_standby_decides_after_the_leader_is_killed(elected):
     assert elected.epoch("one") > before
 
 
-def test_one_member_of_three_may_end(elected, members):
+def test_one_member_of_three_may_end(elected, store):
+    if not isinstance(store, Etcd):
+        pytest.skip("the members are Kubernetes' own")
+    members = store.members
     for number in range(3):
         running = drives(elected)
         members.kill(number)
@@ -120,25 +171,54 @@ def test_one_member_of_three_may_end(elected, members):
     elected.check_served()
 
 
-def test_without_a_majority_nobody_leads_and_requests_go_on(elected, members):
+def test_without_the_store_nobody_leads_and_requests_go_on(elected, store):
     leader, standby = elected.parts()
     num_leads, since_s = elected.num_leads(standby), time.monotonic()
-    members.kill(0)
-    members.kill(1)
+    store.end()
     assert elected.controllers[leader].process.wait(PATIENCE_S) == os.EX_TEMPFAIL
-    say("kill -9 of two members, until the leader ends", since_s)
-    assert elected.controllers[leader].count("leads no more: etcd does not answer") == 1
+    say("end of the store or most of its members, until the leader ends", since_s)
+    assert elected.controllers[leader].count(f"leads no more: {store.away}") == 1
     elected.until_away()
     answer = elected.cluster.load("one", "other")
     assert answer.status_code == 503
     assert "no controller leads" in answer.json()["error"]["message"]
     elected.check_served()
     since_s = time.monotonic()
-    members.start(0)
-    members.start(1)
+    store.start()
     elected.until_leads(standby, num_leads + 1)
     elected.until_led(standby)
-    say("start of two members, until the next leader has all front ends", since_s)
+    say("start of the store, until the next leader has all front ends", since_s)
+    elected.change()
+
+
+def test_a_leader_that_is_cut_off_ends_though_no_other_leads(elected, store):
+    if isinstance(store, Etcd):
+        pytest.skip("tests/dist/test_etcd_namespaces.py cuts hosts off")
+    leader, standby = elected.parts()
+    num_leads, before = elected.num_leads(standby), elected.epoch("one")
+    store.api.cut |= {leader, standby}
+    job = elected.controllers[leader]
+    assert job.process.wait(PATIENCE_S) == os.EX_TEMPFAIL
+    assert job.count(f"leads no more: {store.away}") >= 1
+    assert elected.num_leads(standby) == num_leads
+    store.api.cut -= {standby}
+    elected.until_leads(standby, num_leads + 1)
+    elected.until_led(standby)
+    assert elected.epoch("one") > before
+    elected.change()
+    store.api.cut.clear()
+
+
+def test_a_leader_whose_lease_is_deleted_ends(elected, store):
+    if isinstance(store, Etcd):
+        pytest.skip("the default run has etcd's deleted key")
+    leader, standby = elected.parts()
+    num_leads, before = elected.num_leads(standby), elected.epoch("one")
+    store.api.delete(store.lease)
+    assert elected.controllers[leader].process.wait(PATIENCE_S) == os.EX_TEMPFAIL
+    elected.until_leads(standby, num_leads + 1)
+    elected.until_led(standby)
+    assert elected.epoch("one") > before
     elected.change()
 
 
