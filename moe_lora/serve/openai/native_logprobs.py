@@ -70,9 +70,8 @@ async def add_prompt_side(
         first, rest = [entry(ids[0], None)], zip(ids[1:], _scores(delta, start), strict=True)
         entries = (entry(token_id, one.logprob) for token_id, one in rest)
         item["meta_info"]["input_token_logprobs"] = await in_slices(_encoded(first, entries))
-        if body.logprobs:
-            kept = (structs_top(one, body.logprobs) for one in _scores(delta, start))
-            tops = ([entry(*pair) for pair in one.top] for one in kept)
+        if num := body.logprobs:
+            tops = ([entry(*pair) for pair in structs_top(one, num).top] for one in _scores(delta, start))
             item["meta_info"]["input_top_logprobs"] = await in_slices(_encoded([None], tops))
 
 
