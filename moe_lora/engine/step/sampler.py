@@ -279,15 +279,15 @@ class LogprobReport:
             wide = None if listed and listed[row] else vocab if num < 0 else min(num, vocab)
             rows_of.setdefault(wide, []).append(row)
         self._parts = list[tuple[list[int], HostCopy]]()
-        for num, rows in rows_of.items():
+        for wide, rows in rows_of.items():
             of = slice(None) if len(rows_of) == 1 else sent(rows, logprobs_RV)
-            if num is None:
+            if wide is None:
                 width = max(map(len, listed))
                 padded = [(*listed[row], *listed[row][:1] * (width - len(listed[row]))) for row in rows]
                 ids = torch.cat([sent(padded, logprobs_RV), chosen_R[of, None]], 1)
                 values = logprobs_RV[of].gather(1, ids.clamp(min=0))
             else:
-                values, ids = logprobs_RV[of].topk(num)
+                values, ids = logprobs_RV[of].topk(wide)
             scores = torch.cat([chosen[of], values], 1).view(torch.int32)
             self._parts.append((rows, HostCopy(torch.cat([scores, position[of], ids.int()], 1))))
 
