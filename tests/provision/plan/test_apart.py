@@ -155,7 +155,7 @@ def test_without_a_number_that_holds_the_nearest_is_named() -> None:
     assert search.nearest(tried).prefill_instances >= 9
 
 
-def test_a_refusal_ends_the_search_of_prompt_instances_at_a_slow_answer() -> None:
+def test_slow_answers_end_the_search_of_instances_for_prompts() -> None:
     search = Falling(Cluster(given()), None, 3)
     assert search.holding(40) is None
     assert [one.prefill_instances for one in search._found] == [3]
