@@ -77,7 +77,7 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 
 class _Ids(tuple[int, ...]):
-    """Token ids in form: a copy of the parameters does not read thousands again."""
+    """Token ids in form: a copy of the parameters reads thousands only once."""
 
     __slots__ = ()
 
