@@ -7,7 +7,7 @@ import asyncio
 import os
 import queue
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -189,7 +189,7 @@ def _tensor(hidden: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(hidden), dtype=torch.float32)
 
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | torch.Tensor
 Item = TypeVar("Item")
 _Outputs = queue.SimpleQueue[tuple[Answer, TokenOutput | Exception]]
 
@@ -225,7 +225,7 @@ class _Engine:
     def default_sampling(self) -> SamplingParams:
         """For prompts without `sampling`: `SamplingParams()` with the values of generation_config.json.
 
-        A caller's `SamplingParams` is used unchanged, as in vLLM's `LLM`.
+        A caller's `SamplingParams` gets the tokenizer's end tokens, and is else used unchanged.
         """
         return SamplingParams(**self.info.sampling_defaults)  # type: ignore[arg-type]
 
@@ -286,11 +286,8 @@ class _Engine:
         """End the engine; running requests are dropped."""
         self.client.shut_down()
 
-    def _answer(self, prompt: Prompt, adapter: str | None, sampling: SamplingParams) -> Answer:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("the model directory has no tokenizer; give the prompt as token ids")
-            prompt = self.tokenizer.encode(prompt)
+    def _prepared(self, sampling: SamplingParams) -> SamplingParams:
+        """The parameters for the engine.  Raises ValueError."""
         if self.tokenizer is None and sampling.stop:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids")
         if sampling.bad_words:
@@ -302,11 +299,21 @@ class _Engine:
             from moe_lora.engine.text.grammars import check_grammar
 
             check_grammar(sampling.grammar)
+        return with_end_tokens(sampling, self.tokenizer, self.info)
+
+    def _answer(self, prompt: Prompt, adapter: str | None, sampling: SamplingParams) -> Answer:
+        """sampling: from `_prepared`."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("the model directory has no tokenizer; give the prompt as token ids")
+            prompt = self.tokenizer.encode(prompt)
         try:
             given = token_ids(prompt)
         except TypeError as error:
             raise ValueError(f"a prompt must be text or token ids, not {prompt!r:.100}") from error
-        sampling = with_end_tokens(sampling, self.tokenizer, self.info)
+        if unknown := [one for one in given if not 0 <= one < self.info.vocab_size]:
+            what = f"outside the vocabulary of {self.info.vocab_size}"
+            raise ValueError(f"prompt has token id {unknown[0]}, {what}")
         request = GenerateRequest(
             request_id=uuid.uuid4().hex, prompt_token_ids=given, sampling=sampling, adapter=adapter
         )
@@ -350,7 +357,9 @@ class LLM(_Engine):
         batch = _as_prompts(prompts)
         adapters = _one_each("adapter", adapter, len(batch), str)
         params = _one_each("sampling", sampling or self.default_sampling(), len(batch), SamplingParams)
-        answers = [self._answer(*row) for row in zip(batch, adapters, params, strict=True)]
+        prepared = {id(one): self._prepared(one) for one in {id(one): one for one in params}.values()}
+        rows = zip(batch, adapters, params, strict=True)
+        answers = [self._answer(prompt, name, prepared[id(one)]) for prompt, name, one in rows]
         outputs: _Outputs = queue.SimpleQueue()
         open_answers: set[Answer] = set()
         try:
@@ -398,7 +407,7 @@ class AsyncLLM(_Engine):
         self, prompt: Prompt, adapter: str | None = None, sampling: SamplingParams | None = None
     ) -> Completion:
         """The whole answer.  Raises GenerationError if the engine could not complete the request."""
-        answer = self._answer(prompt, adapter, sampling or self.default_sampling())
+        answer = self._answer(prompt, adapter, self._prepared(sampling or self.default_sampling()))
         async for _ in self._pieces(answer):
             pass
         return answer.completion()
@@ -410,7 +419,8 @@ class AsyncLLM(_Engine):
 
         Raises GenerationError, after the text so far, if the engine could not complete the request.
         """
-        async for text in self._pieces(self._answer(prompt, adapter, sampling or self.default_sampling())):
+        answer = self._answer(prompt, adapter, self._prepared(sampling or self.default_sampling()))
+        async for text in self._pieces(answer):
             if text:
                 yield text
 
@@ -437,12 +447,14 @@ def _put(outputs: _Outputs, answer: Answer, item: TokenOutput | Exception) -> No
 
 
 def _check_name(name: str) -> None:
-    if problem := name_problem(name):
-        raise AdapterError(f"the name {name[:50]!r} {problem}")
+    if problem := name_problem(name) if isinstance(name, str) else "is not a text":
+        raise AdapterError(f"the name {name!r:.50} {problem}")
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         return [prompts]
     given: list[Any] = [one.tolist() if hasattr(one, "tolist") else one for one in prompts]
     return [given] if given and all(isinstance(item, int) for item in given) else given

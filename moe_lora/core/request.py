@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import chain
-from operator import index
+from operator import index, methodcaller
 from typing import Any, Literal
 
 import msgspec
@@ -64,6 +64,38 @@ def name_matches(adapter: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(one, pattern) for pattern in patterns for one in names)
 
 
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(map(str.__str__, (value,) if isinstance(value, str) else value))
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """A list, array or tensor of whole numbers as ints.  Raises TypeError."""
+    found = tuple(value.tolist() if hasattr(value, "tolist") else value)
+    if isinstance(value, (bytes, bytearray, Mapping)) or bool in map(type, found):
+        raise TypeError
+    return tuple(map(index, found))
+
+
+class _Ids(tuple[int, ...]):
+    """Token ids in form: a copy of the parameters reads thousands only once."""
+
+    __slots__ = ()
+
+    def __new__(cls, value: Any) -> _Ids:
+        return value if type(value) is cls else super().__new__(cls, token_ids(value))
+
+
+class _Rows(tuple[tuple[int, ...], ...]):
+    __slots__ = ()
+
+    def __new__(cls, value: Any) -> _Rows:
+        return value if type(value) is cls else super().__new__(cls, map(token_ids, value))
+
+
+def _biases(value: Any) -> dict[int, float]:
+    return {index(token_id): bias.__float__() for token_id, bias in value.items()}
+
+
 @dataclass(frozen=True)
 class ThinkingLimit:
     """The longest reasoning of an answer: `num_tokens` after `opening`; the tokens of `closing` follow.
@@ -75,35 +107,28 @@ class ThinkingLimit:
     opening: tuple[int, ...]
     closing: tuple[int, ...]
 
-
-def _texts(value: Any) -> tuple[str, ...]:
-    return tuple(map(str.__str__, (value,) if isinstance(value, str) else value))
-
-
-def token_ids(value: Any) -> tuple[int, ...]:
-    """A list, array or tensor of whole numbers as ints.  Raises TypeError."""
-    return tuple(map(index, value.tolist() if hasattr(value, "tolist") else value))
-
-
-def _rows(value: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(token_ids, value))
+    def __post_init__(self) -> None:
+        try:
+            found = index(self.num_tokens), token_ids(self.opening), token_ids(self.closing)
+        except TypeError as error:
+            raise ValueError(f"{self!r} is not allowed; give a whole number and twice token ids") from error
+        for name, value in zip(("num_tokens", "opening", "closing"), found, strict=True):
+            object.__setattr__(self, name, value)
 
 
-def _biases(value: Any) -> dict[int, float]:
-    return {index(token_id): bias for token_id, bias in value.items()}
-
-
+_NUMBERS = "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"
 _FORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "stop": (_texts, "a string, or strings"),
-    "stop_token_ids": (token_ids, "token ids"),
-    "logprob_token_ids": (token_ids, "token ids"),
-    "prompt_logprob_token_ids": (_rows, "lists of token ids"),
+    "stop_token_ids": (_Ids, "token ids"),
+    "logprob_token_ids": (_Ids, "token ids"),
+    "prompt_logprob_token_ids": (_Rows, "lists of token ids"),
     "logit_bias": (_biases, "a bias by token id"),
-    "allowed_token_ids": (token_ids, "token ids"),
+    "allowed_token_ids": (_Ids, "token ids"),
     "bad_words": (_texts, "a string, or strings"),
-    "bad_word_ids": (_rows, "lists of token ids"),
+    "bad_word_ids": (_Rows, "lists of token ids"),
+    **dict.fromkeys(_NUMBERS, (methodcaller("__float__"), "a number")),
 }
-"""Fields of `SamplingParams` with several entries -> their form, made of any sequence, and its name."""
+"""Fields of `SamplingParams` -> their form, made of other numbers or sequences, and its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +151,8 @@ class SamplingParams:
     drawn.  bad_word_ids: bad_words as token ids.  grammar: of the answer, made by `engine.text.grammars`.
     thinking: limit of the reasoning.
 
-    A list, array or tensor stands for its tuple, a string for a tuple of one, None for no entries.
+    A list, array or tensor stands for its tuple, a string for a tuple of one, None for no entries, or the
+    default number.
     Raises ValueError naming the parameter and its allowed range.
     """
 
@@ -165,8 +191,10 @@ class SamplingParams:
             if value is not default:
                 try:
                     object.__setattr__(self, name, default if value is None else made(value))
-                except (AttributeError, TypeError):
+                except (AttributeError, TypeError, ValueError, RuntimeError):
                     self._check(name, False, rule)
+        is_limit = self.thinking is None or isinstance(self.thinking, ThinkingLimit)
+        self._check("thinking", is_limit, "a ThinkingLimit")
         self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, ">= 1")
         for name in ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)

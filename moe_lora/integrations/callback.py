@@ -8,9 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from moe_lora.core.errors import AdapterError
-
-from .publisher import Publisher, adapter_config, adapter_tensors
+from .publisher import NoAnswerError, Publisher, adapter_config, adapter_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +16,8 @@ logger = logging.getLogger(__name__)
 class PublishEachEpoch(TrainerCallback):
     """Publishes the PEFT model's adapter after each epoch and after training.
 
-    A failed publication of an epoch is logged, and training goes on.  After training it raises AdapterError.
+    Without an answer after an epoch, training goes on.  A refusal, and no answer after training, raise
+    AdapterError.
     versions: published, in order.
     """
 
@@ -38,7 +37,7 @@ class PublishEachEpoch(TrainerCallback):
     ) -> None:
         try:
             self._publish(state, words["model"])
-        except AdapterError as error:
+        except NoAnswerError as error:
             logger.warning("the adapter of step %d is not published: %s", state.global_step, error)
 
     def on_train_end(

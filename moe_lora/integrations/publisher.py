@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor
 
+Found = TypeVar("Found")
 TIMEOUT_S = 1800.0
 """Limit of a publication: a load may wait for running requests."""
 _MOST_HEADER_BYTES = 32 << 10
@@ -55,6 +56,10 @@ def adapter_config(model: PeftModel, adapter: str = "default") -> dict[str, Any]
     return found
 
 
+class NoAnswerError(AdapterError):
+    """The server is away or failed: a later call may succeed."""
+
+
 class Publisher:
     """Publishes versions of one name.
 
@@ -83,10 +88,11 @@ class Publisher:
             body = {"lora_name": self.name, "config_dict": json.loads(text), "serialized_tensors": file}
             return self._load("/load_lora_adapter_from_tensors", body)
         path, headers = f"/v1/adapters/{quote(self.name, safe='')}", {"X-Adapter-Config": text}
-        card = self._call("PUT", path, content=save(tensors), headers=headers)
-        if card["id"] != self.name:
-            raise AdapterError(f"the server took {self.name!r} for {card['id']!r}; choose a plain name")
-        return int(card["version"])
+        content = {"content": save(tensors), "headers": headers}
+        name, version = self._call("PUT", path, lambda card: (card["id"], int(card["version"])), **content)
+        if name != self.name:
+            raise AdapterError(f"the server took {self.name!r} for {name!r}; choose a plain name")
+        return version
 
     def _publish_shared(self, tensors: dict[str, Tensor], config: str, shared: str | Path) -> int:
         """The server copies the files before its checks."""
@@ -98,7 +104,7 @@ class Publisher:
     def _load(self, path: str, body: dict[str, Any]) -> int:
         """The new version by a call whose answer lacks it."""
         self._call("POST", path, json=body)
-        return int(self._call("GET", "/get_weight_version")["adapters"][self.name])
+        return self._call("GET", "/get_weight_version", lambda found: int(found["adapters"][self.name]))
 
     def remove(self) -> None:
         """Unload the name.  Raises AdapterError with the server's reason."""
@@ -107,22 +113,25 @@ class Publisher:
     def close(self) -> None:
         self._http.close()
 
-    def _call(self, method: str, path: str, **content: Any) -> dict[str, Any]:
+    def _call(
+        self, method: str, path: str, read: Callable[[Any], Found] = lambda found: found, **content: Any
+    ) -> Found:
         try:
             answer = self._http.request(method, path, **content)
         except httpx.HTTPError as error:
             reason = f"{type(error).__name__}: {error}"
-            raise AdapterError(
+            raise NoAnswerError(
                 f"no answer about {self.name!r} from {self._http.base_url}: {reason}"
             ) from error
         try:
-            found: dict[str, Any] = answer.json()
+            found = answer.json()
             if answer.is_success:
-                return found
+                return read(found)
             reason = found["error"]["message"]
         except (ValueError, KeyError, TypeError):
             reason = f"status {answer.status_code}: {answer.text[:300]}"
-        raise AdapterError(f"the server did not accept {self.name!r}: {reason}")
+        kind = NoAnswerError if answer.is_server_error else AdapterError
+        raise kind(f"the server did not accept {self.name!r}: {reason}")
 
 
 def plain(value: Any) -> Any:

@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
+from decimal import Decimal
+
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from moe_lora import SamplingParams
+from moe_lora.core.request import ThinkingLimit
 
 FORMS = [
     ("stop", "DE", ("DE",)),
@@ -22,6 +28,13 @@ FORMS = [
     ("prompt_logprob_token_ids", [[7]], ((7,),)),
     ("allowed_token_ids", [7], (7,)),
     ("logit_bias", {np.int64(7): 1.0}, {7: 1.0}),
+    ("logit_bias", {7: Decimal("0.5")}, {7: 0.5}),
+    ("logit_bias", {7: torch.tensor([0.5])}, {7: 0.5}),
+    ("temperature", torch.tensor([0.5]), 0.5),
+    ("temperature", np.float32(0.5), 0.5),
+    ("top_p", np.array(0.5), 0.5),
+    ("min_p", Decimal("0.5"), 0.5),
+    ("repetition_penalty", 2, 2.0),
 ]
 
 
@@ -37,7 +50,7 @@ def test_listed_logprob_token_ids_become_a_tuple():
 
 
 @pytest.mark.parametrize("name", dict.fromkeys(name for name, _, _ in FORMS))
-def test_none_is_no_entry(name):
+def test_none_is_no_entry_or_the_default(name):
     assert SamplingParams(**{name: None}) == SamplingParams()
 
 
@@ -54,8 +67,36 @@ def test_none_is_no_entry(name):
         ("bad_word_ids", [7]),
         ("logit_bias", {"7": 1.0}),
         ("logit_bias", [7]),
+        ("logit_bias", {7: "x"}),
+        ("logit_bias", {7: None}),
+        ("stop_token_ids", b"ab"),
+        ("stop_token_ids", [True]),
+        ("allowed_token_ids", torch.tensor([True, False])),
+        ("bad_word_ids", "78"),
+        ("temperature", "0.5"),
+        ("top_p", torch.tensor([0.5, 0.5])),
+        ("thinking", 5),
     ],
 )
 def test_other_forms_are_refused_by_name(name, given):
     with pytest.raises(ValueError, match=f"^{name}=.* is not allowed; {name} must be "):
         SamplingParams(**{name: given})
+
+
+def test_lists_in_a_limit_of_the_reasoning_become_tuples():
+    limit = ThinkingLimit(np.int64(1), [40], torch.tensor([5, 6]))
+    assert limit == ThinkingLimit(1, (40,), (5, 6))
+    for wrong in ((1, (), "56"), (1, 5, ()), (1.5, (), ()), (1, [True], ())):
+        with pytest.raises(ValueError, match=r"^ThinkingLimit\(.* is not allowed"):
+            ThinkingLimit(*wrong)
+
+
+def test_a_copy_keeps_its_ids_without_a_second_reading():
+    given = SamplingParams(allowed_token_ids=[7, 8], bad_word_ids=[[7, 8]])
+    copied = replace(given, max_tokens=5)
+    for name in ("allowed_token_ids", "bad_word_ids"):
+        assert getattr(copied, name) is getattr(given, name)
+    with pytest.raises(ValueError, match=r"^bad_word_ids="):
+        SamplingParams(bad_word_ids=given.allowed_token_ids)
+    assert pickle.loads(pickle.dumps(copied)) == copied
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(copied), type=SamplingParams) == copied

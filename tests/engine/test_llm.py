@@ -9,12 +9,14 @@ import random
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import BatchEncoding
 
 from demo.tasks import MAX_CHARS, MIN_CHARS, TASKS, prompt_for, sample_text
 from moe_lora import LLM, AsyncLLM, GenerationError, SamplingParams
@@ -107,11 +109,32 @@ def test_token_ids_of_tensors_and_arrays_are_prompts(llm, given):
     assert {type(token_id) for one in found for token_id in one.prompt_token_ids} == {int}
 
 
-@pytest.mark.parametrize("prompt", [[1.0, 2.0], [None], torch.tensor([0.5, 1.5]), None])
+OTHERS = (
+    *([1.0, 2.0], [None], [[None]], torch.tensor([0.5, 1.5]), torch.tensor(5), None, b"ab", 5, [b"ab"]),
+    *([True, False], {"prompt": "ab"}, [{"prompt_token_ids": [1]}], BatchEncoding({"input_ids": [[1]]})),
+)
+
+
+@pytest.mark.parametrize("prompt", OTHERS, ids=repr)
 def test_a_prompt_of_other_things_is_refused_and_the_engine_goes_on(llm, prompt):
     with pytest.raises(ValueError, match="a prompt must be text or token ids, not"):
-        llm._answer(prompt, None, GREEDY)
+        llm.generate(prompt, None, GREEDY)
     assert llm.generate(prompt_for("abcd"), "upper", GREEDY)[0].text == "ABCD"
+
+
+@pytest.mark.parametrize("token_id", [-1, 500, 2**70])
+def test_a_prompt_s_unknown_id_is_refused_by_its_number(llm, token_id):
+    with pytest.raises(ValueError, match=f"prompt has token id {token_id}, outside the vocabulary of"):
+        llm.generate([token_id], None, GREEDY)
+    assert llm.generate(prompt_for("abcd"), "upper", GREEDY)[0].text == "ABCD"
+
+
+def test_parameters_are_prepared_once_for_all_prompts_of_a_call(llm, monkeypatch):
+    prepared = []
+    monkeypatch.setattr(llm, "_prepared", lambda one: prepared.append(one) or one)
+    other = replace(GREEDY, max_tokens=2)
+    llm.generate([IDS] * 4, None, [GREEDY, other, GREEDY, other])
+    assert prepared == [GREEDY, other]
 
 
 def test_a_tensor_is_a_prompt_in_asyncio_too():
@@ -156,13 +179,13 @@ def test_the_tokenizer_s_end_token_ends_an_answer_of_the_library_too(tmp_path):
     assert (ignored.finish_reason, len(ignored.token_ids)) == ("length", 12)
 
 
-@pytest.mark.parametrize("name", ["", "a,b", "line\n"])
+@pytest.mark.parametrize("name", ["", "a,b", "line\n", 7, b"x"])
 def test_an_adapter_s_name_that_requests_can_not_use_is_refused(llm, name):
     path = str(DEMO / "adapters" / "upper")
     version = next(one.version for one in llm.list_adapters() if one.name == "upper")
-    with pytest.raises(AdapterError, match=r"the name .* (is empty|must be at most)"):
+    with pytest.raises(AdapterError, match=r"the name .* (is empty|must be at most|is not a text)"):
         llm.publish_adapter(name, path)
-    with pytest.raises(AdapterError, match=r"the name .* (is empty|must be at most)"):
+    with pytest.raises(AdapterError, match=r"the name .* (is empty|must be at most|is not a text)"):
         LLM(str(DEMO / "model"), adapters={name: path}, **SETTINGS)
     assert next(one.version for one in llm.list_adapters() if one.name == "upper") == version
 

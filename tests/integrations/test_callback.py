@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
+import httpx
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerControl, TrainerS
 from moe_lora.core.errors import AdapterError
 from moe_lora.integrations import callback as callback_module
 from moe_lora.integrations.callback import PublishEachEpoch
-from moe_lora.integrations.publisher import Publisher, adapter_config, adapter_tensors
+from moe_lora.integrations.publisher import NoAnswerError, Publisher, adapter_config, adapter_tensors
 from tests.serve.demo_server import DEMO, demo_server
 from tests.serve.test_controls import Http
 
@@ -137,7 +138,7 @@ class Failing(Recorded):
     def publish(self, weight: float, config: Any) -> int:
         Failing.num_calls += 1
         if Failing.num_calls in self.failing:
-            raise AdapterError("no answer")
+            raise NoAnswerError("no answer")
         return super().publish(weight, config)
 
 
@@ -177,6 +178,20 @@ def test_a_failed_publication_ends_no_training_and_the_last_one_is_sent_again(
     assert [weight for _, weight in Recorded.published] == published
     assert gathered[True] == gathered[False] == [1.0, 2.0, 3.0]
     assert [record.args[0] for record in caplog.records] == [one for one in failing if one < 4]
+
+
+def test_a_refusal_ends_the_training_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callback_module, "adapter_config", lambda trained, adapter: {})
+    monkeypatch.setattr(callback_module, "adapter_tensors", lambda trained, adapter: {})
+    callback, control = PublishEachEpoch("http://server", "tuned"), TrainerControl()
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    callback.on_train_begin(args, TrainerState(), control)
+    answers = iter([httpx.Response(503), httpx.Response(400, json={"error": {"message": "NaN"}})])
+    transport = httpx.MockTransport(lambda request: next(answers))
+    callback._publisher._http = httpx.Client(base_url="http://server", transport=transport)
+    callback.on_epoch_end(args, TrainerState(global_step=1), control, model=None)
+    with pytest.raises(AdapterError, match="NaN"):
+        callback.on_epoch_end(args, TrainerState(global_step=2), control, model=None)
 
 
 def test_a_refusal_has_the_server_s_reason(tmp_path: Path) -> None:

@@ -76,8 +76,11 @@ def test_tensors_that_share_memory_are_published(is_shared: bool, tmp_path: Path
         (httpx.Response(200, json={"id": "b", "version": 1}), r"'a/\.\./b' for 'b'"),
         (httpx.Response(431, text="Header too large"), "status 431: Header too large"),
         (httpx.Response(200, text="<html>sign in"), "status 200: <html>sign in"),
+        (httpx.Response(200, json={"ok": True}), r'status 200: \{"ok": *true\}'),
+        (httpx.Response(200, json={"id": "a/../b", "version": None}), "status 200: "),
+        (httpx.Response(200, json=[]), r"status 200: \[\]"),
     ],
-    ids=["another name", "a proxy's text", "a proxy's page"],
+    ids=["another name", "a proxy's text", "a proxy's page", "other keys", "no version", "a list"],
 )
 def test_a_proxy_s_answer_is_an_error_with_its_cause(answer: httpx.Response, problem: str) -> None:
     publisher = Publisher("http://server", "a/../b")
@@ -85,6 +88,16 @@ def test_a_proxy_s_answer_is_an_error_with_its_cause(answer: httpx.Response, pro
         base_url="http://server", transport=httpx.MockTransport(lambda request: answer)
     )
     with pytest.raises(AdapterError, match=problem):
+        publisher.publish(*parts("upper"))
+
+
+def test_an_answer_without_the_name_s_version_is_an_error(tmp_path: Path) -> None:
+    publisher = Publisher("http://server", "policy", shared=tmp_path)
+    found = httpx.Response(200, json={"adapters": {}})
+    publisher._http = httpx.Client(
+        base_url="http://server", transport=httpx.MockTransport(lambda request: found)
+    )
+    with pytest.raises(AdapterError, match=r"did not accept 'policy': status 200: .*adapters"):
         publisher.publish(*parts("upper"))
 
 

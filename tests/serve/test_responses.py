@@ -52,7 +52,13 @@ def asked(engine):
                 "instructions": "one",
                 "input": [{"role": "developer", "content": "two"}, {"role": "user", "content": "hi"}],
             },
-            {"messages": [{"role": "system", "content": "one\n\ntwo"}, {"role": "user", "content": "hi"}]},
+            {
+                "messages": [
+                    {"role": "system", "content": "one"},
+                    {"role": "developer", "content": "two"},
+                    {"role": "user", "content": "hi"},
+                ]
+            },
         ),
         (
             {

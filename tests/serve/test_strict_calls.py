@@ -113,6 +113,10 @@ FORMATS = {
     "json_object": ({"response_format": {"type": "json_object"}}, '{"b": [7]}', "[7]"),
     "choice": ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes", "maybe"),
 }
+NOISE = {
+    "deepseek_v3": ("<｜tool▁calls▁begin｜>", ""),
+    "minimax_m2": ("<minimax:tool_call>\n", "\n</minimax:tool_call>"),
+}
 WRAPPED = {"kimi": ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")}
 
 
@@ -127,12 +131,26 @@ def test_beside_a_format_the_answer_is_a_call_or_in_the_format(name, special, fo
     marks = {*kind.OPEN, *kind.NOISE, *kind.MARKS, kind.CLOSE, getattr(kind, "KEY", "")} - {""}
     tokenizer = tokenizer_with(sorted(marks), special=special)
     parsers = parsed_by(name, reasoning="harmony" if name == "harmony" else "")
+    if kind.LEADS and form == "json_object":
+        with pytest.raises(ApiError, match="beside strict tools is not supported for the calls of llama3"):
+            grammar_of(tokenizer, parsers, tools=TOOLS, **fields)
+        parsers = AnswerParsers(tool_format=name, tools={"g": A})
+        masks = Masks(tokenizer, grammar_of(tokenizer, parsers, tools=TOOLS[1:], **fields))
+        for text in (valid, *(call_of(name, shape, "g", {"b": "x"}) for shape in CALLS[name])):
+            assert masks.accepts(text), text
+        return
     masks = Masks(tokenizer, grammar_of(tokenizer, parsers, tools=TOOLS, **fields))
     before = f"{BEFORE['harmony']}<|start|>assistant" if name == "harmony" else ""
     final = "<|channel|>final<|message|>" if name == "harmony" else ""
     shapes = CALLS[name][:1] if name == "harmony" else CALLS[name]
     around = [("", ""), *([WRAPPED[name]] if name in WRAPPED else [])]
     for shape in shapes:
+        call = before + call_of(name, shape, "f", {"a": 1})
+        if name not in ("harmony", "llama3_json"):
+            opening, closing = NOISE.get(name, ("", ""))
+            assert masks.accepts(f"{call.removesuffix(closing)}\n{call.removeprefix(opening)}")
+        for more in ("\n", "\nsome words", f"\n{valid}", f" so {call}"):
+            assert not masks.accepts(call + more), more
         for opening, closing in around:
             for function, arguments in (("f", {"a": 1}), ("g", {"b": "x"})):
                 call = f"{before}{opening}{call_of(name, shape, function, arguments)}{closing}"
@@ -141,7 +159,7 @@ def test_beside_a_format_the_answer_is_a_call_or_in_the_format(name, special, fo
                 assert [(one.name, json.loads(one.arguments)) for one in calls] == [(function, arguments)]
         for function, arguments in (("f", {"a": "x"}), ("h", {})):
             call = call_of(name, shape, function, arguments)
-            assert masks.accepts(before + call) == (form == "json_object" and call.startswith("{"))
+            assert not masks.accepts(before + call), call
     for text in (final + valid, before + final + valid):
         assert masks.accepts(text), text
         pieces, calls = ParsedChoice(parsers).whole(text)
@@ -202,6 +220,27 @@ def test_a_format_beside_tools_without_a_shape_of_calls_is_refused_by_both_names
     with pytest.raises(ApiError, match=r"response_format beside tools .* gemma4") as error:
         grammar_of(tokenizer_with([]), parsers, tools=TOOLS, **FORMATS["json_schema"][0])
     assert (error.value.status, error.value.param) == (400, "response_format")
+
+
+def test_an_error_beside_a_format_names_the_tool_or_both():
+    unique = {"type": "array", "uniqueItems": True}
+    wide = {f"{number:03}".ljust(60, "x"): {"enum": [*range(60)]} for number in range(300)}
+    for given, words, param in (
+        ({"a": unique}, r"^tools: function 'f': .*uniqueItems", "tools"),
+        (wide, r"^response_format beside tools: the grammar has \d+ characters", "response_format"),
+    ):
+        tools = [tool(name, {"type": "object", "properties": given}, strict=True) for name in "fgh"]
+        with pytest.raises(ApiError, match=words) as error:
+            grammar_of(tokenizer_with([]), parsed_by("hermes"), tools=tools, **FORMATS["json_schema"][0])
+        assert (error.value.status, error.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if parser_class(name).SHAPES])
+def test_many_free_tools_fit_beside_a_format(name):
+    tools = [tool(f"do_{number}".ljust(40, "x"), {"type": "object"}, strict=False) for number in range(128)]
+    names = {one["function"]["name"]: {} for one in tools}
+    parsers = AnswerParsers(tool_format=name, tools=names, reasoning="harmony" if name == "harmony" else "")
+    assert grammar_of(tokenizer_with([]), parsers, tools=tools, **FORMATS["json_schema"][0])
 
 
 HIDDEN = "<|x|>"

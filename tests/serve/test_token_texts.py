@@ -36,14 +36,22 @@ def test_a_word_with_a_space_is_another_token_than_the_word():
     assert found["top_logprobs"] == [{"the": -3.0, " the": -0.05}]
 
 
+def test_of_tokens_with_one_text_the_likeliest_stays():
+    drawn, likeliest = GPT.vocab_size + 5, GPT.vocab_size + 6
+    [found] = completion(GPT, [drawn], logprob=-3.0, top=((likeliest, -0.05),))["top_logprobs"]
+    assert found == {"": -0.05}
+
+
 @pytest.mark.parametrize("kind", PARTS)
-def test_of_tokens_with_one_text_the_likeliest_stays(kind):
-    tokenizer, _ = PARTS[kind]
+def test_parts_of_characters_are_named_by_their_bytes(kind):
+    tokenizer, token_ids = PARTS[kind]
     drawn, likeliest = (tokenizer.backend.token_to_id(one) for one in ("æ", "ç"))
     if kind == "fallback":
         drawn, likeliest = 3 + 0xE6, 3 + 0xE7
-    [found] = completion(tokenizer, [drawn], logprob=-3.0, top=((likeliest, -0.05),))["top_logprobs"]
-    assert found == {"\ufffd": -0.05}
+    found = completion(tokenizer, [drawn], logprob=-3.0, top=((likeliest, -0.05),))
+    assert found["tokens"] == ["bytes:\\xe6"]
+    assert found["top_logprobs"] == [{"bytes:\\xe6": -3.0, "bytes:\\xe7": -0.05}]
+    assert "\ufffd" not in "".join(completion(tokenizer, token_ids)["tokens"])
 
 
 def test_tokens_of_an_answer_join_to_its_text():

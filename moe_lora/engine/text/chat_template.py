@@ -47,6 +47,9 @@ RESERVED = frozenset(
 Place = Callable[[Any], list[Message]]
 """A content -> a conversation around it."""
 TEXT, PARTS = "text", "parts"
+_LEADING = ("system", "developer")
+_FIRST, _SECOND = "developer at the start", "developer behind system"
+"""Roles of probes."""
 USUAL_ROLES = ("user", "system", "assistant", "tool", "developer")
 MAX_PROBES = 64
 """Most kept pairs of a role and variable names; a further pair replaces the oldest of an unusual role."""
@@ -74,7 +77,7 @@ class ContentForms:
         variables: used for a usual role, if the template fails without them.
         """
         found = self._kept((role,), {})
-        if found or not variables or role not in USUAL_ROLES:
+        if found or not variables or role not in (*USUAL_ROLES, _FIRST, _SECOND):
             return found
         return self._kept((role, *sorted(variables)), variables)
 
@@ -83,15 +86,30 @@ class ContentForms:
         named = dict.fromkeys(role for one in messages if isinstance(role := one.get("role"), str))
         unusual = [role for role in named if role not in USUAL_ROLES]
         roles = (*USUAL_ROLES, *unusual[:MAX_UNUSUAL_ROLES])
+        if "developer" in named:
+            messages = self._started(messages, variables)
         return [self._fitted(one, variables) if one.get("role") in roles else one for one in messages]
+
+    def _started(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> Sequence[Message]:
+        """Leading developers' messages unread in their place are one system message with the others."""
+        num = next((at for at, one in enumerate(messages) if one.get("role") not in _LEADING), len(messages))
+        lead = [{**one, "role": "system"} for one in messages[:num]]
+        if not any(one.get("role") == "developer" for one in messages[:num]):
+            return messages
+        if self.fit(_SECOND if num > 1 else _FIRST, variables) or not self._reads_system(variables):
+            return messages
+        return [*joined_system(lead), *messages[num:]]
+
+    def _reads_system(self, variables: Mapping[str, Any]) -> bool:
+        return bool(self.fit("system", {} if self.fit("user", {}) else variables))
 
     def _fitted(self, message: Message, variables: Mapping[str, Any]) -> Message:
         content, role = message.get("content"), message["role"]
-        if role == "developer" and not self.fit(role, variables) and self.fit("system", {}):
+        if role == "developer" and not self.fit(role, variables) and self._reads_system(variables):
             role = "system"
             message = {**message, "role": role}
         if isinstance(content, str) and self.fit(role, variables) == {PARTS}:
-            return {**message, "content": [{"type": "text", "text": content}]}
+            return {**message, "content": [_text_part(content)]}
         if isinstance(content, list) and self.fit(role, variables) == {TEXT} and all(map(_is_text, content)):
             return {**message, "content": "\n".join(part["text"] for part in content)}
         return message
@@ -131,7 +149,30 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
+def joined_system(messages: Sequence[Message]) -> list[Message]:
+    """The messages, with leading system messages of text joined."""
+    num = next((at for at, one in enumerate(messages) if one["role"] != "system"), len(messages))
+    contents = [one.get("content") for one in messages[:num]]
+    parts = [part for one in contents for part in (one if isinstance(one, list) else [_text_part(one)])]
+    if num < 2 or not all(map(_is_text, parts)):
+        return list(messages)
+    text = "\n\n".join(part["text"] for part in parts)
+    return [{"role": "system", "content": text}, *messages[num:]]
+
+
+def _text_part(text: Any) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
 def _places(role: str, other: Any) -> Iterator[Place]:
+    if role in (_FIRST, _SECOND):
+        head = [{"role": "system", "content": other}] if role == _SECOND else []
+        yield lambda content: [
+            *head,
+            {"role": "developer", "content": content},
+            {"role": "user", "content": other},
+        ]
+        return
     user, assistant = {"role": "user", "content": other}, {"role": "assistant", "content": other}
     if role == "user":
         for roles in (("user",), ("user", "assistant", "user"), ("system", "user")):

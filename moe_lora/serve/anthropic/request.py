@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from moe_lora.engine.text.chat_template import joined_system
 from moe_lora.serve.openai.converted import (
     ConvertedBody,
     ConvertedChat,
@@ -16,7 +17,6 @@ from moe_lora.serve.openai.converted import (
     as_tool,
     content_of,
     expect,
-    joined_system,
     unsupported,
     wrong,
 )

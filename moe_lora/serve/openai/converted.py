@@ -123,18 +123,6 @@ def as_content(texts: Sequence[str]) -> Any:
     return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
 
 
-def joined_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, with leading system messages joined."""
-    num = next((at for at, one in enumerate(messages) if one["role"] != "system"), len(messages))
-    if num < 2:
-        return messages
-    texts: list[str] = []
-    for one in messages[:num]:
-        content = one["content"]
-        texts += [content] if isinstance(content, str) else [part["text"] for part in content]
-    return [{"role": "system", "content": "\n\n".join(texts)}, *messages[num:]]
-
-
 class ConvertedBody(ApiRequest):
     """A body of another interface; `SHARED` fields go to the chat unchanged."""
 

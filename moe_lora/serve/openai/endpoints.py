@@ -177,15 +177,21 @@ class CompletionFormat(ChoiceFormat):
             text = self.token_text(token_id)
             likeliest: dict[str, float] = {}
             for other, logprob in ((token_id, chosen.logprob), *chosen.top):
-                shown = self.token_text(other)
+                shown = self._named(other, self.token_text(other))
                 likeliest[shown] = max(_finite(logprob), likeliest.get(shown, LEAST_LOGPROB))
-            entry["tokens"].append(text)
+            entry["tokens"].append(self._named(token_id, text))
             entry["token_logprobs"].append(_finite(chosen.logprob))
             entry["top_logprobs"].append(likeliest)
             entry["text_offset"].append(offset)
             offset += len(text)
         self._offsets[index] = offset
         return entry
+
+    def _named(self, token_id: int, text: str) -> str:
+        """The text, or OpenAI's name of a part of a character: parts have one text."""
+        if REPLACEMENT not in text or self._tokenizer is None:
+            return text
+        return f"bytes:{repr(self._tokenizer.part_bytes(token_id))[2:-1]}"
 
 
 class ChatFormat(ChoiceFormat):

@@ -76,8 +76,11 @@ def body_grammar(
     if tokenizer is None:
         raise bad_request(f"{one.field} needs a tokenizer, but this server has none", one.field)
     if parsers is not None and parsers.tool_format not in ("", FORCED) and one.kind in PLAIN_KINDS:
-        if not parser_class(parsers.tool_format).SHAPES:
-            what = f"{one.field} beside tools is not supported for the calls of {parsers.tool_format}"
+        kind = parser_class(parsers.tool_format)
+        is_mixed = kind.LEADS and one.kind == "json_object" and parsers.has_strict  # a call is an object
+        if is_mixed or not kind.SHAPES:
+            tools = "strict tools" if is_mixed else "tools"
+            what = f"{one.field} beside {tools} is not supported for the calls of {parsers.tool_format}"
             raise bad_request(f'{what}; leave one of them out, or send tool_choice="none"', one.field)
         one = one._replace(kind=EITHER, value=(one.kind, one.value))
     found = _with_marks(one, body, tokenizer, parsers)
@@ -166,7 +169,11 @@ def checked_grammar(asked: BodyGrammar) -> str:
     try:
         return in_child(make)
     except ValueError as error:
-        raise bad_request(f"{asked.field}: {error}", asked.field) from error
+        field = name = asked.field
+        if asked.kind == EITHER:
+            is_tool = str(error).startswith("function ")
+            field, name = ("tools", "tools") if is_tool else (field, f"{field} beside tools")
+        raise bad_request(f"{name}: {error}", field) from error
 
 
 def in_child(make: Callable[[], str]) -> str:

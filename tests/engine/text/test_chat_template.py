@@ -230,6 +230,53 @@ def test_a_template_with_developers_or_without_system_messages_gets_the_role_as_
     assert ours(users).render_chat(messages) == "-hello there"
 
 
+LEADS = {
+    "first_only": (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}"
+        "{% endif %}{% if m.role != 'developer' %}SHOWN{% endif %}{% endfor %}"
+    ),
+    "drops_later": (
+        "{% for m in messages %}{% if loop.first or m.role == 'user' %}{% if m.role in ('system', 'user') %}"
+        "SHOWN{% endif %}{% endif %}{% endfor %}"
+    ),
+    "last_wins": (
+        "{% set kept = namespace(text='') %}{% for m in messages %}{% if m.role == 'system' %}"
+        "{% set kept.text = m.content %}{% endif %}{% endfor %}[system]{{ kept.text }}"
+        "{% for m in messages %}{% if m.role == 'user' %}SHOWN{% endif %}{% endfor %}"
+    ),
+    "alternates": (
+        "{% if messages[0].role == 'system' %}[system]{{ messages[0].content }}{% set rest = messages[1:] %}"
+        "{% else %}{% set rest = messages %}{% endif %}{% for m in rest %}"
+        "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}"
+        "SHOWN{% endfor %}"
+    ),
+    "needs_tools": (
+        "{{ raise_exception('tools') if tools is not defined }}{% for m in messages %}"
+        "{% if m.role in ('system', 'user') %}SHOWN{% endif %}{% endfor %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEADS)
+def test_leading_messages_of_system_and_developers_are_one_system_message(name):
+    tokenizer = ours(LEADS[name].replace("SHOWN", SHOWN["text"]))
+    for roles in (["system", "developer"], ["developer", "developer"], ["developer", "system"]):
+        lead = [{"role": role, "content": f"{number}."} for number, role in enumerate(roles)]
+        found = tokenizer.render_chat([*lead, USER], variables={"tools": [CALL]})
+        assert found == "[system]0.\n\n1.[user]hello there", roles
+    lead = [{"role": "developer", "content": [{"type": "text", "text": "Do."}]}]
+    found = tokenizer.render_chat([*lead, USER], variables={"tools": [CALL]})
+    assert found == "[system]Do.[user]hello there"
+
+
+def test_leading_messages_that_a_template_reads_keep_their_roles():
+    lead = [{"role": role, "content": role[0]} for role in ("system", "developer")]
+    found = ours("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}").render_chat(
+        [*lead, USER]
+    )
+    assert found == "[system]s[developer]d[user]hello there"
+
+
 def test_many_roles_are_not_probed_for_ever():
     tokenizer = ours(TEXT_ONLY["plain"])
     for number in range(MAX_PROBES + 10):

@@ -7,6 +7,7 @@ import base64
 import json
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from moe_lora.engine.text.chat_template import joined_system
 from moe_lora.serve.http_errors import ApiError
 from moe_lora.serve.openai.converted import (
     ConvertedBody,
@@ -15,7 +16,6 @@ from moe_lora.serve.openai.converted import (
     as_tool,
     content_of,
     expect,
-    joined_system,
     unsupported,
     wrong,
 )
@@ -25,8 +25,7 @@ from moe_lora.serve.openai.protocol import Listed, Text
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-"""Role of an item -> of a message.  Few templates know developers."""
+ROLES = ("user", "assistant", "system", "developer")
 PARTS = ("input_text", "output_text", "text")
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 CHAT_NAMES = {
@@ -174,7 +173,7 @@ def _add_message(messages: list[dict[str, Any]], item: Fields, unknown: dict[str
     if role == "assistant":
         _turn(messages, "content")["content"] = content
     else:
-        messages.append({"role": ROLES[role], "content": content})
+        messages.append({"role": role, "content": content})
 
 
 def _turn(messages: list[dict[str, Any]], new: str | None = None) -> dict[str, Any]:

@@ -58,9 +58,10 @@ def add_calls_or_format(given: Any, rules: TagRules) -> str:
         call = rules.rule(" | ".join(rules.within("call", one) for one in _free(functions)))
         return f"({rules.opened(kind.OPEN[0])})? {call} (/\\s*;\\s*/ {call})* | {answer}"
     tags = [tag for function in _free(functions) for tag in _tags(kind, function, rules)]
-    opening = f"({rules.literal(kind.NOISE[0])} /\\s*/)? " if kind.NOISE else ""
-    calls = rules.triggered(tags, kind.TRIGGERS or kind.OPEN, starts=True)
-    return f"{opening}{calls} | {answer}"
+    call, gap = rules.rule(" | ".join(map(rules.whole, tags))), "/\\s*/"
+    marks = [rules.literal(one) for one in kind.NOISE]
+    opening, closing = (f"({marks[0]} {gap})?", f"({gap} {marks[1]})?") if marks else ("", "")
+    return f"{opening} {call} ({gap} {call})* {closing} | {answer}"
 
 
 def _free(functions: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
