@@ -84,8 +84,11 @@ class Prompts:
         for prompt in list(self._prompts):
             sequence = prompt.sequence
             if not self._is_live(sequence):
-                _fail(prompt, MoveError("the request has ended"))
                 self._prompts.remove(prompt)
+                if prompt.sent is not None:
+                    prompt.sent.set_result(KvSent(0, 0))
+            elif sequence.held:
+                _fail(prompt, MoveError("a pause covers the prompt"))
             elif prompt.sent is not None and (prompt.put is None or prompt.put.done()):
                 self._put(prompt)
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts on separate instances, in both simulators: with its first token a request moves.
 
-As `dist.cluster.prefill_first`: a prompt waits at instances for prompts, however full.  After the first token
-the request keeps pages, adapter and seat there.  The router chooses a target, which admits the request
-between two steps; then the KV comes, and the answer goes on with the next step.
+As `dist.cluster.prefill_first`, but all KV leaves after the first token.  A prompt waits at instances for
+prompts, however full.  After the first token the request keeps pages, adapter and seat there.  The router
+chooses a target, which admits the request between two steps; then the KV comes, and the answer goes on with
+the next step.
 """
 
 from __future__ import annotations
