@@ -336,10 +336,7 @@ class RequestMoves:
         return True
 
     def give_way(self) -> list[tuple[Sequence, str]]:
-        """Early holds to end, with the problem: without pages or a seat, and one for each waiting request.
-
-        The youngest ends first.  Early holds leave one seat free.
-        """
+        """Early holds to end, the youngest first: without pages, for a waiting request or a free seat."""
         if not self._early:
             return []
         self._early = [one for one in self._early if one.early and self._is_live(one)]
@@ -349,23 +346,24 @@ class RequestMoves:
 
     @property
     def _num_waiting(self) -> int:
-        """Requests that wait or run in the background, without early holds."""
+        """Other requests that wait, or run in the background."""
         background = self._scheduler.background
         num = 0 if background is None else background.num_waiting + background.runs
         return num + sum(not one.early for one in self._scheduler.waiting)
 
     def _has_place(self, sequence: Sequence) -> bool:
-        is_known = sequence in self._coming or self._kv.window(sequence.request.request_id) is not None
-        return is_known and sequence in self._scheduler.loading
+        """With an adapter, an early hold has pages and a window at once."""
+        waits = sequence.waits.adapter_s is None
+        has_pages = waits or self._kv.window(sequence.request.request_id) is not None
+        return has_pages and sequence in self._scheduler.loading
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate pages, if need be those of early holds; an early hold without pages leaves."""
+        """Allocate pages, if need be pages of early holds."""
         while not self._scheduler.reserve(sequence, num_tokens):
             early = [one for one in self._early if one.early and one in self._scheduler.loading]
-            if early:
-                self._scheduler.finish(sequence if sequence.early else early[-1])
             if sequence.early or not early:
                 return False
+            self._scheduler.finish(early[-1])
         return True
 
     def kv_window(self, request_id: str) -> KvWindow | None:
