@@ -82,6 +82,7 @@ def manifests(file: str, **options: Any) -> None:
     """Print FILE's cluster as Kubernetes objects, for kubectl apply -f -.
 
     FILE: a cluster.yaml, or a plan of moe-lora provision, with paths as in the pods and without addresses.
+    `controllers: 2` in FILE, with several front ends, adds a controller that stands by.
     """
     from moe_lora.config.cluster import read_content
     from moe_lora.dist.launch.kubernetes import Pods, manifests_text

@@ -88,9 +88,9 @@ class Link:
 def send_as_a_link(client: InProcessClient, command: Command) -> None:
     """Calls about a move are answered beside a step, as over a link."""
     inbox = client._loop.inbox
-    is_of_move = isinstance(command, Call) and command.method in REQUEST_METHODS
-    if not (is_of_move and inbox.answers(command)):
-        inbox.put(command)
+    if isinstance(command, Call) and command.method in REQUEST_METHODS and inbox.answers(command):
+        return
+    inbox.put(command)
 
 
 @contextmanager
@@ -135,7 +135,9 @@ async def ask(fleet: FleetClient, name: str) -> tuple[float, float, list[int]]:
     prompt = tuple(3 + 7 * place % (QUICK.vocab_size - 3) for place in range(NUM_STEPS * STEP_TOKENS))
     sampling = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
     request = GenerateRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling)
-    begin_s, times, tokens = time.perf_counter(), [], []
+    begin_s = time.perf_counter()
+    times: list[float] = []
+    tokens: list[int] = []
     async for output in fleet.generate(request):
         times += [time.perf_counter()] * len(output.token_ids)
         tokens += output.token_ids

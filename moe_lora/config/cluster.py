@@ -410,6 +410,11 @@ def cluster_of(content: Any, folder: Path, *, scales: bool = False) -> ClusterCo
     check_names("", given, NAMES)
     model_dir = folder / text_of("model_dir", given.get("model_dir"))
     served_name, *other_names = _served_names(given.get("served_model_name", model_dir.resolve().name))
+    if isinstance(number := given.get(CONTROLLERS), int):
+        raise ConfigError(
+            f"{CONTROLLERS}={number}: a number is for moe-lora cluster manifests alone; give each controller "
+            "a name with address and engines_address"
+        )
     if given.get("lora_server", {}) is None:
         given = {name: one for name, one in given.items() if name != "lora_server"}
     found = {

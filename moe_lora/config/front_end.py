@@ -424,7 +424,8 @@ class ControllerConfig(Settings):
 
 
 STORES = ("etcd", "etcds", "sqlite", "kubernetes")
-_LEASE = re.compile("[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_LEASE = re.compile(rf"(?=[^/]{{1,63}}/.{{1,253}}\Z){_LABEL}/{_LABEL}(\.{_LABEL})*")
 
 
 def split_store(setting: str, store: str) -> tuple[str, list[str], str]:
@@ -432,7 +433,7 @@ def split_store(setting: str, store: str) -> tuple[str, list[str], str]:
     scheme, separator, rest = store.partition("://")
     places, slash, path = rest.partition("/")
     if scheme == "kubernetes" and separator:
-        if not (_LEASE.fullmatch(places) and _LEASE.fullmatch(path)):
+        if not _LEASE.fullmatch(rest):
             raise ConfigError(f"{setting}={store!r} names no Lease; give kubernetes://NAMESPACE/NAME")
         return scheme, [places], path
     members = places.split(",") if places else []

@@ -16,6 +16,7 @@ from moe_lora.config import (
     RegistryConfig,
 )
 from moe_lora.config.cluster import cluster_text, read_cluster
+from moe_lora.config.front_end import split_store
 from moe_lora.config.optional_parts import DLoraConfig
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
@@ -214,6 +215,11 @@ def test_certificates_are_read_from_the_folder(read, tmp_path):
             "names no Lease; give kubernetes://NAMESPACE/NAME",
         ),
         (_controllers("h:1", "h:3", "kubernetes://a/B"), "names no Lease; give kubernetes://NAMESPACE/NAME"),
+        (_controllers("h:1", "h:3", "kubernetes://a.b/c"), "names no Lease"),
+        (_controllers("h:1", "h:3", "kubernetes://a/b..c"), "names no Lease"),
+        (_controllers("h:1", "h:3", f"kubernetes://{'a' * 64}/b"), "names no Lease"),
+        (_controllers("h:1", "h:3", f"kubernetes://a/{'b.' * 126}bb"), "names no Lease"),
+        ("model_dir: m\ncontrollers: 2", "controllers=2: a number is for moe-lora cluster manifests alone"),
         (_controllers("h:1", "h:3", "etcd://me:x@h:1"), "etcd's users are not supported"),
         (_controllers("h:1", "h:3", "etcd://h"), "leadership.store='h' is not host:port"),
         (_controllers("h:1", "h:2", "etcd://h:1"), "controllers.b.address='h:2' is controllers.a.engines"),
@@ -342,6 +348,14 @@ def test_front_ends_and_instances_know_every_controller(read, tmp_path):
     (tmp_path / "again.yaml").write_text(cluster_text(cluster))
     assert read_cluster(tmp_path / "again.yaml") == cluster
     assert cluster.epoch == 0
+
+
+@pytest.mark.parametrize("name", ["a.b-c.1d", "1", f"{'b.' * 126}b"])
+def test_a_lease_may_have_any_name_of_kubernetes(read, name):
+    store = f"kubernetes://my-space/{name}"
+    cluster = read(_controllers("h:1", "i:1", store))
+    assert cluster.leadership is not None
+    assert split_store("", cluster.leadership.store) == ("kubernetes", ["my-space"], name)
 
 
 def test_an_only_front_end_needs_no_name(read):

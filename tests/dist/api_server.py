@@ -46,7 +46,7 @@ class ApiServer:
 
     rules: of the Role of all accounts.  before: is called with the account and the method of each call.
     cut: accounts without a way to the server.  unheard: accounts whose calls count, without an answer.
-    status: of all answers, if set.
+    status: of all answers, if set.  text: of all answers, in place of objects, if set.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class ApiServer:
         self.cut: set[str] = set()
         self.unheard: set[str] = set()
         self.status: int | None = None
+        self.text: bytes | None = None
         self._tokens: dict[str, str] = {}
         self._version = 1000
         self._lock = RLock()
@@ -92,6 +93,11 @@ class ApiServer:
         )
         self.port = self._server.server_port
         Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def change_authority(self) -> None:
+        """Have a new certificate, from the next `start` on."""
+        for name, content in _certificate.__wrapped__(self.host).items():
+            (self._folder / name).write_bytes(content)
 
     def stop(self) -> None:
         if self._server is not None:
@@ -212,7 +218,7 @@ class ApiServer:
                     return
                 status, content = api.answer(account, self.command, self.path, body)
                 if account not in api.unheard:
-                    said = json.dumps(content).encode() + b"\n"
+                    said = json.dumps(content).encode() + b"\n" if api.text is None else api.text
                     self.send_response(status)
                     self.send_header("Content-Type", "application/json")
                     self.send_header("Content-Length", str(len(said)))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from moe_lora.config import CONTROLLER, CONTROLLERS
 from moe_lora.core.address import Address
 from moe_lora.core.errors import CapacityError
 from moe_lora.core.request import GenerateRequest, TokenOutput, token_work
@@ -242,7 +243,7 @@ class ConnectionMux:
 INSTANCE_INTERFACE = Interface({**ENGINE_VERBS, **verbs_of(ConnectionMux)})
 HANDSHAKE = Handshake(
     "front end",
-    version=21,
+    version=22,
     payload=Decoder(InstanceFacts),
     dials=Protocol.of(Request, Abort, answers=INSTANCE_INTERFACE),
     listens=Protocol.of(Outputs, Rejected, Dead, Beat, Move, asks=INSTANCE_INTERFACE),
@@ -316,7 +317,8 @@ class FrontEndLinks:
     async def _connect(self, name: str, address: Address, hello: Callable[[], Hello]) -> Peer:
         connection = await dial(name, address, self._keys)
         peer, (heartbeat_s, epoch) = await HANDSHAKE.open(connection, address, hello())
-        if epoch:
+        of_several = name.startswith(f"{CONTROLLERS}.")
+        if epoch or of_several or (self._fence is not None and name == CONTROLLER):
             from moe_lora.dist.net.fence import Fence
 
             self._fence = self._fence or Fence()

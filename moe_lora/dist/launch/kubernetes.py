@@ -18,7 +18,7 @@ import yaml
 from moe_lora.config import FrontEndConfig
 from moe_lora.config.optional_parts import ScalingConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.cluster.controller import ALIVE
+from moe_lora.dist.cluster.controller import ALIVE, READY
 
 from .host_roles import CONTROLLER, FRONT_END, INSTANCE
 from .topology import LORA_SERVER, Hosts, Part, parts_of, roles_file
@@ -33,10 +33,10 @@ _STARTED = f"{STATE}/started"
 """What an instance or a rank of the LoRA Server says of its start."""
 _UNREAD_S = 5
 """Time from the end of a pod to the last new client."""
-_ALIVE = f"{STATE}/alive"
-"""A live controller sets this file's time."""
-_LEASE_S = 15.0
-"""Duration of the leader's Lease, as of Kubernetes' own controllers."""
+_PROBED = {ALIVE: f"{STATE}/alive", READY: f"{STATE}/ready"}
+"""A controller sets the times of these files."""
+_LEASE_S = 7.0
+"""Duration of the leader's Lease; a recovery of 2 s follows."""
 _STOP_S = 30
 """Time of a role to end, beside a front end's drain."""
 
@@ -172,7 +172,9 @@ def _container(part: Part, front_end: FrontEndConfig) -> dict[str, Any]:
     words = ("--config", f"{CONFIG}/cluster.yaml", *part.options(_INDEX))
     if part.role in (FRONT_END, CONTROLLER):
         command = ["moe-lora", "serve", *words]
-        return {"command": command, **(_of_http(front_end) if part.role == FRONT_END else _of_controller())}
+        if part.role == CONTROLLER:
+            return _of_controller(command)
+        return {"command": command, **_of_http(front_end)}
     environment = [
         _index(name) if value == _INDEX else {"name": name, "value": value}
         for name, value in part.environment(_INDEX).items()
@@ -193,10 +195,19 @@ def _of_http(front_end: FrontEndConfig) -> dict[str, Any]:
     }
 
 
-def _of_controller() -> dict[str, Any]:
-    """The leader's event loop, or a standby's campaign, sets the time of a file."""
-    recent = {"exec": {"command": ["sh", "-c", f'test -n "$(find {_ALIVE} -mmin -1)"']}}
-    return {"env": [{"name": ALIVE, "value": _ALIVE}], **_probes(live=recent, ready=recent)}
+def _of_controller(command: Sequence[str]) -> dict[str, Any]:
+    """The leader's event loop, or a standby's campaign, sets the times of files."""
+
+    def recent(variable: str) -> dict[str, Any]:
+        return {"exec": {"command": ["sh", "-c", f'test -n "$(find {_PROBED[variable]} -mmin -1)"']}}
+
+    # A former container leaves its files.
+    anew = f'rm -f {" ".join(_PROBED.values())}; exec "$@"'
+    return {
+        "command": ["sh", "-c", anew, "sh", *command],
+        "env": [{"name": name, "value": path} for name, path in _PROBED.items()],
+        **_probes(live=recent(ALIVE), ready=recent(READY)),
+    }
 
 
 def _probes(live: Mapping[str, Any], ready: Mapping[str, Any]) -> dict[str, Any]:

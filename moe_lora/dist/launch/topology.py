@@ -23,6 +23,7 @@ from .host_roles import CONTROLLER, FRONT_END, INSTANCE
 LORA_SERVER = "lora-server"
 PORTS = {"engines": 7600, "controller": 7700, "controller_engines": 7701, "lora_server": 7500}
 _LISTENS = {FRONT_END: ("engines",), CONTROLLER: ("controller", "controller_engines")}
+_MAX_CONTROLLERS = 64
 _RELATIVE = "/moe_lora/-"
 _OF_FILE = _RELATIVE + 15 * "/-"
 """Start of relative paths, below which `..` stays."""
@@ -160,14 +161,18 @@ def roles_file(content: Any, hosts: Hosts) -> tuple[ClusterConfig, dict[str, Any
 
 def _num_controllers(given: dict[str, Any], num_front_ends: int) -> int:
     """Remove and return the number of controllers, 1 without one.  Raises ConfigError."""
-    number = given.get("controllers")
-    if type(number) is not int:
+    number = given.pop("controllers", None)
+    if number is None:
         return 1
-    if number < 1 or (number > 1 and num_front_ends == 1):
+    if type(number) is not int or not 1 <= number <= _MAX_CONTROLLERS:
+        raise ConfigError(f"controllers={number!r}: give a number from 1 to {_MAX_CONTROLLERS}")
+    if number > 1 and num_front_ends == 1:
+        raise ConfigError(f"controllers={number} needs several front ends; give --front-ends 2 or more")
+    if number > 1 and given.get("registry") is not None:
         raise ConfigError(
-            f"controllers={number}: give 1 or more, and with several controllers --front-ends 2 or more"
+            f"controllers={number} and registry do not go together: a registry is a folder of one host; give "
+            "controllers: 1, or leave registry out"
         )
-    del given["controllers"]
     return number
 
 

@@ -22,7 +22,7 @@ class Fence:
         if epoch < self.epoch:
             problem = (
                 f"{peer.name} leads in epoch {epoch}, but epoch {self.epoch} has begun; if the store of "
-                "leadership was emptied, restart front ends and instances"
+                "leadership was emptied or left, restart front ends and instances"
             )
         elif epoch == self.epoch and former and former.name != peer.name and not former.ended.is_set():
             problem = f"{peer.name} and another lead in epoch {epoch}: each has a leadership.store of its own"

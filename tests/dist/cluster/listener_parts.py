@@ -169,9 +169,11 @@ class Instance:
         incarnation=None,
         refused=(),
         aliases=None,
+        names=(),
     ):
         self.incarnation = incarnation or secrets.token_hex(8)
-        addresses = {f"listener-{one}": parse_address("listener", one) for one in sockets}
+        names = names or [f"listener-{one}" for one in sockets]
+        addresses = {there: parse_address("listener", one) for there, one in zip(names, sockets, strict=True)}
         inbox = Inbox()
         self._thread = LoopThread()
 

@@ -26,9 +26,11 @@ from moe_lora.config.cluster import cluster_of
 from moe_lora.config.front_end import split_store
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import EngineStats
-from moe_lora.dist.cluster.controller import ALIVE
+from moe_lora.dist.cluster.controller import ALIVE, READY
 from moe_lora.dist.cluster.leadership import StoreError
 from moe_lora.dist.cluster.leadership.kubernetes_store import KubernetesStore
+from moe_lora.dist.cluster.leadership.leader import _POLL_S
+from moe_lora.dist.cluster.listener import RECOVERY_S
 from moe_lora.dist.launch import run_role
 from moe_lora.dist.launch.kubernetes import CERTIFICATES, CONFIG, STATE, Pods, manifests, manifests_text
 from moe_lora.dist.net.keys import make_keys
@@ -167,10 +169,11 @@ def test_commands_are_those_of_the_roles(num_controllers):
     for _, container in roles(objects).values():
         command = container["command"]
         assert command[command.index("--config") + 1] == f"{CONFIG}/cluster.yaml"
-        if command[0] == "moe-lora":
-            words = [word.replace(f"{CONFIG}/cluster.yaml", __file__) for word in command[2:]]
+        if "moe-lora" in command:
+            _, verb, *words = command[command.index("moe-lora") :]
+            words = [word.replace(f"{CONFIG}/cluster.yaml", __file__) for word in words]
             given = serve.make_context("serve", words).params
-            assert (command[1], given["role"] in ("front-end", "controller")) == ("serve", True)
+            assert (verb, given["role"] in ("front-end", "controller")) == ("serve", True)
             is_named = given["role"] == "front-end" or num_controllers > 1
             assert given["name"] == (f"{given['role']}-$(INDEX)" if is_named else None)
         else:
@@ -186,18 +189,20 @@ def test_every_role_says_when_it_is_ready(num_front_ends):
         assert "readinessProbe" in container, name
 
 
-def test_a_controller_is_live_while_its_file_has_a_recent_time(tmp_path):
-    [container] = [
-        container
-        for name, (_, container) in roles(manifests(CONTENT, Pods(image="image", num_front_ends=2))).items()
-        if name == "moe-lora-controller"
-    ]
-    environment = {one["name"]: one.get("value") for one in container["env"]}
-    file = tmp_path / "alive"
-    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+def of_controller() -> tuple[dict[str, Any], dict[str, str]]:
+    """The container and its environment."""
+    _, container = roles(manifests(CONTENT, Pods(image="image", num_front_ends=2)))["moe-lora-controller"]
+    return container, {one["name"]: one.get("value", "") for one in container["env"]}
+
+
+def test_a_controller_is_live_and_ready_while_its_files_have_a_recent_time(tmp_path):
+    container, environment = of_controller()
+    assert environment[ALIVE] != environment[READY]
+    file = tmp_path / "probed"
+    for probe, variable in (("startupProbe", ALIVE), ("livenessProbe", ALIVE), ("readinessProbe", READY)):
         words = container[probe]["exec"]["command"]
-        assert environment[ALIVE] in words[-1]
-        here = [word.replace(environment[ALIVE], str(file)) for word in words]
+        assert environment[variable] in words[-1]
+        here = [word.replace(environment[variable], str(file)) for word in words]
 
         def passes(here: list[str] = here) -> bool:
             return subprocess.run(here, capture_output=True, check=False).returncode == 0
@@ -208,6 +213,30 @@ def test_a_controller_is_live_while_its_file_has_a_recent_time(tmp_path):
         os.utime(file, (0, 0))
         assert not passes()
         file.unlink()
+
+
+def test_a_restarted_controller_has_no_files_of_the_former(tmp_path):
+    container, environment = of_controller()
+    command, paths = container["command"], [environment[ALIVE], environment[READY]]
+    words = [*command[: command.index("moe-lora")], "find", str(tmp_path), "-type", "f"]
+    for number, path in enumerate(paths):
+        file = tmp_path / str(number)
+        file.touch()
+        words = [word.replace(path, str(file)) for word in words]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == ""
+
+
+def test_the_next_controller_decides_within_10_s_of_a_kill():
+    objects = manifests({**CONTENT, "controllers": 2}, Pods(image="image", num_front_ends=2))
+    leadership = cluster_of(in_pods(objects), Path(CONFIG)).leadership
+    assert leadership is not None
+    assert leadership.ttl_s + 2 * _POLL_S + RECOVERY_S <= 10
+
+
+@pytest.mark.parametrize("number", [None, 1])
+def test_one_controller_is_the_default(number):
+    pods = Pods(image="image", num_front_ends=2)
+    assert manifests({**CONTENT, "controllers": number}, pods) == manifests(CONTENT, pods)
 
 
 def test_several_controllers_choose_a_leader_by_a_lease_that_no_other_pod_may_write(tmp_path):
@@ -304,9 +333,11 @@ def test_access_is_for_pods_of_the_cluster_and_for_clients_of_the_front_end():
         ({"engine": {"host_workers": 1, "host_cores": [1]}}, "engine.host_cores names cores of a host"),
         ({"adapters": {"a": "adapters/a"}}, "adapters.a: adapters/a is a relative path"),
         ({"certificates": "certificates"}, "certificates follows from the pods; leave the setting out"),
-        ({"controllers": 2}, "controllers=2: give 1 or more, and with several controllers --front-ends 2"),
-        ({"controllers": 0}, "controllers=0: give 1 or more"),
-        ({"controllers": {"a": {}}}, "controllers follows from the pods; leave the setting out"),
+        ({"controllers": 2}, "controllers=2 needs several front ends; give --front-ends 2 or more"),
+        *(
+            ({"controllers": value}, f"controllers={value!r}: give a number from 1 to 64")
+            for value in (0, 65, -1, "2", True, 2.0, "two", {}, {"a": {}})
+        ),
         ({"leadership": {"store": "etcd://h:1"}}, "leadership follows from the pods"),
         ({"front_end": {"engines_address": "a:1"}}, "front_end.engines_address follows from the pods"),
         ({"front_end": {"host": "127.0.0.1"}}, "front_end.host follows from the pods"),
@@ -325,6 +356,14 @@ def test_access_is_for_pods_of_the_cluster_and_for_clients_of_the_front_end():
 def test_a_file_that_no_pod_could_use_is_refused(change, message):
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
         manifests({**CONTENT, **change}, PODS)
+
+
+def test_several_controllers_share_no_registry():
+    content = {**CONTENT, "controllers": 2, "registry": {"folder": "/srv/models/registry"}}
+    pods = Pods(image="image", num_front_ends=2)
+    with pytest.raises(ConfigError, match=r"controllers=2 and registry .*; give controllers: 1, or leave"):
+        manifests(content, pods)
+    manifests({**content, "controllers": 1}, pods)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-ALIVE = "MOE_LORA_ALIVE"
-"""Variable with the path of a file; a live controller sets the file's time."""
+ALIVE, READY = "MOE_LORA_ALIVE", "MOE_LORA_READY"
+"""Variables with paths of files.  A live controller sets the first's time.  A leader, or a standby with an
+answer of the store, sets the second's."""
 
 
-def set_alive() -> None:
-    """Set the time of the file in ALIVE, if any."""
-    if (path := os.environ.get(ALIVE)) is not None:
-        Path(path).touch()
+def set_times(*variables: str) -> None:
+    """Set the times of the files in variables, if any."""
+    for variable in variables:
+        if (path := os.environ.get(variable)) is not None:
+            Path(path).touch()

@@ -23,7 +23,7 @@ from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.connection import Pings, dial
 from moe_lora.dist.net.keys import Keys, keys_of
 from moe_lora.dist.net.peer import Asked, Peer, PeerEndedError
-from moe_lora.dist.net.session import stay_connected
+from moe_lora.dist.net.session import RefusedError, stay_connected
 from moe_lora.engine.client.messages import Heartbeat
 from moe_lora.provision.online import Visit
 
@@ -180,7 +180,7 @@ class ControllerLink:
         pings = Pings.within(self._routes.config.heartbeat_timeout_s)
         connection = await dial(f"{name}.address", address, self._keys, pings)
         peer, epoch = await HANDSHAKE.open(connection, address, HANDSHAKE.hello(self.name, self.state))
-        if epoch:
+        if epoch or self._fence is not None or len(self._places) > 1:
             from moe_lora.dist.net.fence import Fence
 
             self._fence = self._fence or Fence()
@@ -207,8 +207,10 @@ class ControllerLink:
                 here = ClusterState(number=0, served=self._instance_registry.served, ranks=self.ranks)
                 self._take(message, StateChange.between(here, message))
         elif isinstance(message, StateChange):
-            assert self.state is not None
-            assert self.state.number == message.since
+            number = None if self.state is None else self.state.number
+            if self.state is None or number != message.since:
+                reason = f"the controller changes state {message.since}, and state {number} is here"
+                raise RefusedError(reason, "restart this front end if this goes on")
             self._take(message.applied_to(self.state), message)
         elif isinstance(message, Figures):
             self.figures = message

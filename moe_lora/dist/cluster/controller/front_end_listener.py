@@ -27,7 +27,7 @@ from moe_lora.dist.net.peer import Asked, Peer
 from moe_lora.dist.net.session import Dialler
 from moe_lora.provision.online import DemandWindow, Visit
 
-from . import set_alive
+from . import ALIVE, READY, set_times
 from .cluster_controller import ControlledFleet, controlled_fleet
 from .cluster_state import (
     ClusterState,
@@ -149,7 +149,7 @@ class FrontEndListener:
 
     async def _show(self) -> None:
         while True:
-            set_alive()
+            set_times(ALIVE, READY)
             for session in self.sessions:
                 session.peer.send(self._controller.figures)
             await asyncio.sleep(SHOW_S)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import ssl
 import time
 from datetime import datetime, timezone
@@ -20,6 +21,7 @@ from . import LostLeaseError, StoreError
 EPOCH = "moe-lora/epoch"
 """Annotation of the holder's epoch."""
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_NUMBER = re.compile("[0-9]{1,18}")
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
 
 Lease = dict[str, Any]
@@ -37,11 +39,10 @@ class KubernetesStore:
     def __init__(self, namespace: str, name: str, ttl_s: float, folder: Path = _ACCOUNT) -> None:
         self._path, self._name, self._ttl_s, self._folder = _LEASES.format(namespace), name, ttl_s, folder
         self._metadata = {"namespace": namespace, "name": name}
-        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
             self._server = os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"])
-            self._context.load_verify_locations(folder / "ca.crt")
-        except (KeyError, OSError) as error:
+            self._context()
+        except (KeyError, OSError, ValueError) as error:
             raise ConfigError(
                 f"leadership.store=kubernetes://{namespace}/{name} needs a pod with a service account "
                 f"({error!r}); set automountServiceAccountToken there, or give etcd://HOST:PORT"
@@ -58,7 +59,7 @@ class KubernetesStore:
         if lease is not None and self._is_free(lease):
             lease = self._write_holder(lease) or self._read()
         if lease is None or not (found := _holder(lease)):
-            raise StoreError(f"Lease {self._name} can't be made in its namespace, or others change the Lease")
+            raise StoreError(f"other processes change or delete Lease {self._name}")
         self._lease = lease
         return found, _epoch(lease)
 
@@ -112,29 +113,60 @@ class KubernetesStore:
     def _call(self, method: str, path: str, body: Lease | None = None) -> Lease | None:
         """The Lease; None if absent, or after a conflict."""
         status, answer = self._send(method, path, body)
-        if status in (404, 409):
+        if status == 409 or (status == 404 and method != "POST"):
             return None
         if status not in (200, 201):
+            access = "; the service account needs get, create and update of leases"
             raise StoreError(
-                f"the API server refuses {method} of Lease {self._name} ({status}: {answer.get('message')}); "
-                "the service account needs get, create and update of leases"
+                f"the API server refuses {method} of Lease {self._name} ({status}: {answer.get('message')})"
+                + (access if status in (401, 403) else "")
             )
         return answer
 
     def _send(self, method: str, path: str, body: Lease | None) -> tuple[int, Lease]:
         host, port = self._server
-        connection = HTTPSConnection(host, port, timeout=self._ttl_s / 5, context=self._context)
         try:
-            token = (self._folder / "token").read_text().strip()  # replaced every hour
+            # Kubernetes replaces both files: the token every hour.
+            token, context = (self._folder / "token").read_text(encoding="ascii").strip(), self._context()
+        except (OSError, ValueError) as error:
+            problem = f"the service account's token or authority in {self._folder} can't be read ({error})"
+            raise StoreError(problem) from error
+        connection = HTTPSConnection(host, port, timeout=self._ttl_s / 5, context=context)
+        try:
             headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
             connection.request(method, path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
-            return response.status, json.loads(response.read())
+            status, text = response.status, response.read()
         except (OSError, HTTPException, ValueError) as error:
             problem = f"{host}:{port}: {error or type(error).__name__}"
+            if isinstance(error, ssl.SSLError):
+                raise StoreError(
+                    f"no TLS with the API server ({problem}); its certificate must be of the authority in "
+                    f"{self._folder}/ca.crt"
+                ) from error
             raise StoreError(f"the API server does not answer ({problem}); start the API server") from error
         finally:
             connection.close()
+        return status, _object(status, text)
+
+    def _context(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(self._folder / "ca.crt")
+        return context
+
+
+def _object(status: int, text: bytes) -> Lease:
+    """The object in an answer, or an error's plain text as the object's message."""
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        answer = None
+    if isinstance(answer, dict):
+        return answer
+    message = text[:200].decode(errors="replace").strip()
+    if status in (200, 201):
+        raise StoreError(f"the API server answers {status} without an object ({message!r})")
+    return {"message": message}
 
 
 def _holder(lease: Lease) -> str:
@@ -142,7 +174,8 @@ def _holder(lease: Lease) -> str:
 
 
 def _epoch(lease: Lease | None) -> int:
-    return int((lease or {}).get("metadata", {}).get("annotations", {}).get(EPOCH, 0))
+    text = str((lease or {}).get("metadata", {}).get("annotations", {}).get(EPOCH, ""))
+    return int(text) if _NUMBER.fullmatch(text) else 0
 
 
 def _now() -> str:

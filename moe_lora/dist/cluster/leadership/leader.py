@@ -20,7 +20,7 @@ from typing import NoReturn
 from moe_lora.config import CONTROLLERS
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import ConfigError, LastProblem
-from moe_lora.dist.cluster.controller import set_alive
+from moe_lora.dist.cluster.controller import ALIVE, READY, set_times
 
 from . import LeaseStore, LostLeaseError, StoreError, open_store
 
@@ -53,11 +53,12 @@ class Leader:
         holder, problem, leads = f"{self._name} {secrets.token_hex(8)}", LastProblem(), LastProblem()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         while True:
-            set_alive()
+            set_times(ALIVE)
             try:
                 self._may_hold = True
                 other, epoch = self._store.acquire(holder)
                 self._may_hold = other == holder
+                set_times(READY)
                 problem.over()
                 if other == holder:
                     self._renew()

@@ -13,7 +13,7 @@ import pytest
 
 from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.cluster.controller import ALIVE
+from moe_lora.dist.cluster.controller import ALIVE, READY
 from moe_lora.dist.cluster.controller.cluster_state import ClusterState, Taken
 from moe_lora.dist.cluster.controller.protocol import HANDSHAKE
 from moe_lora.dist.cluster.instances import Holding
@@ -48,9 +48,10 @@ def address(tmp_path) -> Address:
     return Address(path=str(tmp_path / "controller"))
 
 
-def test_a_leader_s_event_loop_sets_the_time_of_the_probe_s_file(address, monkeypatch, tmp_path):
-    file = tmp_path / "alive"
-    monkeypatch.setenv(ALIVE, str(file))
+@pytest.mark.parametrize("variable", [ALIVE, READY])
+def test_a_leader_s_event_loop_sets_the_time_of_the_probe_s_file(address, monkeypatch, tmp_path, variable):
+    file = tmp_path / "probed"
+    monkeypatch.setenv(variable, str(file))
 
     async def run() -> None:
         async with listening(address):

@@ -34,7 +34,7 @@ def api(made, monkeypatch) -> Iterator[ApiServer]:
         monkeypatch.setenv(name, value)
     yield made
     made.leases.clear()
-    made.before, made.status = lambda account, method: None, None
+    made.before, made.status, made.text = lambda account, method: None, None, None
     made.cut.clear()
     made.unheard.clear()
 
@@ -179,12 +179,79 @@ def test_a_lease_renews_with_a_replaced_token(api):
     a.renew()
 
 
+def test_a_lease_renews_after_a_change_of_the_authority(tmp_path, monkeypatch):
+    api = ApiServer(tmp_path)
+    api.start()
+    try:
+        for name, value in api.environment.items():
+            monkeypatch.setenv(name, value)
+        a = opened(api, "a")
+        a.acquire("a")
+        api.stop()
+        api.change_authority()
+        api.account("a")
+        api.start()
+        a.renew()
+    finally:
+        api.stop()
+
+
+@pytest.mark.parametrize("text", ["x", "", "-5", "1e5", "9" * 30])
+def test_an_unreadable_epoch_counts_as_none(api, text):
+    a = opened(api, "a")
+    _, epoch = a.acquire("a")
+    api.leases[NAME]["metadata"]["annotations"][EPOCH] = text
+    api.edit(NAME)
+    b = opened(api, "b")
+    assert b.acquire("b") == ("a", 0)
+    with pytest.raises(LostLeaseError):
+        a.renew()
+    a.release()
+    assert b.acquire("b")[1] > epoch
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "message"),
+    [
+        (429, b"Too many requests\n", r"refuses PUT of Lease .* \(429: Too many requests\)$"),
+        (503, b"<html>Away</html>", r"refuses .* \(503: <html>Away</html>\)$"),
+        (500, b"null", r"refuses .* \(500: null\)$"),
+        (401, b"Unauthorized", r"refuses .* \(401: Unauthorized\); the service account needs"),
+        (None, b"null", "answers 200 without an object"),
+        (None, b"\xff", "answers 200 without an object"),
+    ],
+)
+def test_an_answer_without_an_object_is_named(api, status, text, message):
+    a = opened(api, "a")
+    a.acquire("a")
+    api.status, api.text = status, text
+    with pytest.raises(StoreError, match=message):
+        a.renew()
+
+
+def test_a_namespace_that_is_not_there_is_named(api, monkeypatch):
+    answer = api._failed(404, 'namespaces "default" not found')
+    monkeypatch.setattr(api, "_create", lambda name, body: answer)
+    with pytest.raises(StoreError, match=r'refuses POST .* \(404: namespaces "default" not found\)$'):
+        opened(api, "a").acquire("a")
+
+
+def test_an_unreadable_token_is_named(api, tmp_path):
+    a = opened(api, "a")
+    token = a._folder / "token"
+    token.write_bytes(b"\xff")
+    for _ in range(2):
+        with pytest.raises(StoreError, match=rf"token or authority in {a._folder} can't be read"):
+            a.acquire("a")
+        token.unlink(missing_ok=True)
+
+
 @pytest.mark.parametrize(
     ("status", "message"),
     [
         (401, r"refuses .* \(401: "),
         (403, r"refuses .* \(403: .*needs get, create and update of leases"),
-        (500, r"refuses .* \(500: "),
+        (500, r"refuses .* \(500: .*\)$"),
     ],
 )
 def test_a_refusal_is_no_loss_of_the_lease(api, status, message):
@@ -215,7 +282,7 @@ def test_without_an_api_server_nobody_leads_and_a_leader_may_go_on_once_it_is_ba
 def test_another_server_at_the_address_is_not_trusted(api, tmp_path):
     other = ApiServer(tmp_path, "127.0.0.2")
     folder = other.account("a")
-    with pytest.raises(StoreError, match="CERTIFICATE_VERIFY_FAILED"):
+    with pytest.raises(StoreError, match=r"no TLS .*CERTIFICATE_VERIFY_FAILED"):
         KubernetesStore("default", NAME, TTL_S, folder).acquire("a")
 
 
@@ -231,6 +298,9 @@ def test_a_lease_needs_a_pod(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"needs a pod .*KUBERNETES_SERVICE_HOST"):
         open_store(cluster)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "tcp")
+    with pytest.raises(ConfigError, match=r"needs a pod .*tcp"):
+        open_store(cluster)
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(free_port()))
     with pytest.raises(ConfigError, match=r"needs a pod .*; set automountServiceAccountToken"):
         KubernetesStore("default", NAME, TTL_S, tmp_path)

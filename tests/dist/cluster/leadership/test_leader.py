@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_lora.dist.cluster.controller import ALIVE
+from moe_lora.dist.cluster.controller import ALIVE, READY
 from moe_lora.dist.cluster.leadership import LostLeaseError, StoreError, leader
 from moe_lora.dist.cluster.leadership.leader import Leader
 from tests.dist.cluster_jobs import until
@@ -148,6 +148,21 @@ def test_a_standby_sets_the_time_of_the_probe_s_file(ended, clock, monkeypatch, 
     one.campaign()
     one.release()
     assert seen == [True]
+
+
+def test_a_controller_is_ready_once_the_store_answers(ended, clock, monkeypatch, tmp_path):
+    files, seen = {ALIVE: tmp_path / "alive", READY: tmp_path / "ready"}, []
+    for name, file in files.items():
+        monkeypatch.setenv(name, str(file))
+    monkeypatch.setattr(
+        leader.time, "sleep", lambda pause_s: seen.append([file.exists() for file in files.values()])
+    )
+    store = Store()
+    store.others = [StoreError("403"), "b 1f"]
+    one = Leader("a", store, TTL_S)
+    one.campaign()
+    one.release()
+    assert seen == [[True, False], [True, True]]
 
 
 @pytest.mark.parametrize(("others", "released"), [([], 1), (["another 7"], 0)])
