@@ -433,8 +433,6 @@ class RequestMoves:
             sequence.table.num_matched = kv_tokens if taken else 0
             sequence.awaits_kv, sequence.unshared = False, taken and unshared
         sequence.held = sequence.kept = False
-        if self._prompts is not None:
-            self._prompts.stop(sequence)
 
     def close(self) -> None:
         self._kv.close()

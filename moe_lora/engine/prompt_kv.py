@@ -74,11 +74,6 @@ class Prompts:
         self._put(prompt)
         return sent
 
-    def stop(self, sequence: Sequence) -> None:
-        for prompt in self._prompts:
-            if prompt.sequence is sequence:
-                _fail(prompt, MoveError("the move of the prompt was ended"))
-
     def tend(self) -> None:
         """Put filled pages; end moves of ended requests."""
         for prompt in list(self._prompts):

@@ -250,7 +250,8 @@ class RequestMover:
                 self._target(resumable, source, target.instance.name)
             await self._hand_over(resumable, source, target, ready.adapter_version, window)
         except BaseException as error:
-            self.resume(source)
+            if source.first_token is None or source.kept_s is not None:  # else no hold to undo
+                self.resume(source)
             try:
                 self.num_failed += await self._has_failed(resumable, source, target, error)
             finally:
