@@ -189,6 +189,8 @@ class EngineCore:
         gains += self._compute(plan) if plan else self.catch_up()
         if self._moves is not None:
             gains += self._moves.announce()
+            gains += [self._finish(*one) for one in self._moves.give_way()]
+            self.stalled = self.stalled and not gains
         return gains if gains or plan else self._refuse_impossible()
 
     def _compute(self, plan: SequenceOf[Scheduled[Sequence]]) -> list[TokenOutput]:
@@ -409,9 +411,9 @@ class EngineCore:
         elif (has_report or sampling.prompt_logprob_token_ids) and not request.generated:
             self._runner.report_prompt(sequence)
         moves = self.moves if request.held or request.awaits_kv or request.prefill_only else None
-        self._sequences[request.request_id] = sequence
         if moves is not None:
             moves.watch(sequence)
+        self._sequences[request.request_id] = sequence
         self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> TokenOutput | None:

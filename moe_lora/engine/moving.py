@@ -46,6 +46,7 @@ STEP_BYTES = 16 << 20
 LOOK_S = 0.005
 """Interval of an idle target's looks at its windows."""
 _PUBLISHED = "a new version of the adapter was published during the move"
+_GIVES_WAY = "KV of an unfinished prompt gives way to other requests"
 NUM_THREADS = 4
 """Threads that put KV: a stopped target blocks a thread until the timeout."""
 
@@ -269,11 +270,18 @@ class RequestMoves:
         self._kv = kv
         self.threads = kv.threads
         self._coming: list[Sequence] = []
+        self._early: list[Sequence] = []
         self._prompts: Prompts | None = None
 
     def watch(self, sequence: Sequence) -> None:
-        """Watch a queued request."""
+        """Watch a request before it is queued.  Raises MoveError for an early hold while others wait."""
         if sequence.request.held:
+            is_prompt = sequence.request.prefill_only and not sequence.request.generated
+            if is_prompt and sequence.awaits_kv and self._kv.enabled:
+                if self._num_waiting:
+                    raise MoveError(_GIVES_WAY)
+                sequence.early = True
+                self._early.append(sequence)
             self._coming.append(sequence)
         elif self._kv.enabled and not sequence.request.generated:
             if self._prompts is None:
@@ -322,9 +330,40 @@ class RequestMoves:
             return sequence.num_uncomputed == 1 and sequence in self._scheduler.running
         if sequence not in self._scheduler.loading or sequence.waits.adapter_s is None:
             return False
-        if not self._scheduler.reserve(sequence, len(sequence.tokens)):
+        if not self._reserve(sequence, len(sequence.tokens)):
             return False
         self._kv.expect(sequence)
+        return True
+
+    def give_way(self) -> list[tuple[Sequence, str]]:
+        """Early holds to end, the youngest first: without pages, for a waiting request or a free seat."""
+        if not self._early:
+            return []
+        self._early = [one for one in self._early if one.early and self._is_live(one)]
+        ended = [one for one in self._early if not self._has_place(one)]
+        ended = ended or self._early[::-1][: self._num_waiting or self._scheduler.is_full]
+        return [(one, _GIVES_WAY) for one in ended]
+
+    @property
+    def _num_waiting(self) -> int:
+        """Other requests that wait, or run in the background."""
+        background = self._scheduler.background
+        num = 0 if background is None else background.num_waiting + background.runs
+        return num + sum(not one.early for one in self._scheduler.waiting)
+
+    def _has_place(self, sequence: Sequence) -> bool:
+        """With an adapter, an early hold has pages and a window at once."""
+        waits = sequence.waits.adapter_s is None
+        has_pages = waits or self._kv.window(sequence.request.request_id) is not None
+        return has_pages and sequence in self._scheduler.loading
+
+    def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Allocate pages, if need be pages of early holds."""
+        while not self._scheduler.reserve(sequence, num_tokens):
+            early = [one for one in self._early if one.early and one in self._scheduler.loading]
+            if sequence.early or not early:
+                return False
+            self._scheduler.finish(early[-1])
         return True
 
     def kv_window(self, request_id: str) -> KvWindow | None:
@@ -384,15 +423,16 @@ class RequestMoves:
         Without room for the KV, the request computes it.  Raises ValueError as `hold`.
         """
         sequence = self._find(request_id)
+        if sequence.early and not self._has_place(sequence):
+            raise MoveError(_GIVES_WAY)
         sequence.extend(tokens)
         if sequence.awaits_kv:
-            has_room = self._scheduler.reserve(sequence, kv_tokens)
+            sequence.early = False
+            has_room = self._reserve(sequence, kv_tokens)
             taken = has_room and self._kv.finish_taking(request_id, kv_tokens, first_page)
             sequence.table.num_matched = kv_tokens if taken else 0
             sequence.awaits_kv, sequence.unshared = False, taken and unshared
         sequence.held = sequence.kept = False
-        if self._prompts is not None:
-            self._prompts.stop(sequence)
 
     def close(self) -> None:
         self._kv.close()

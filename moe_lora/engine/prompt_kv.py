@@ -74,18 +74,16 @@ class Prompts:
         self._put(prompt)
         return sent
 
-    def stop(self, sequence: Sequence) -> None:
-        for prompt in self._prompts:
-            if prompt.sequence is sequence:
-                _fail(prompt, MoveError("the move of the prompt was ended"))
-
     def tend(self) -> None:
         """Put filled pages; end moves of ended requests."""
         for prompt in list(self._prompts):
             sequence = prompt.sequence
             if not self._is_live(sequence):
-                _fail(prompt, MoveError("the request has ended"))
                 self._prompts.remove(prompt)
+                if prompt.sent is not None:
+                    prompt.sent.set_result(KvSent(0, 0))
+            elif sequence.held:
+                _fail(prompt, MoveError("a pause covers the prompt"))
             elif prompt.sent is not None and (prompt.put is None or prompt.put.done()):
                 self._put(prompt)
 

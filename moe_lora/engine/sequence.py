@@ -50,6 +50,7 @@ class Sequence:
     held: bool = False
     kept: bool = False
     awaits_kv: bool = False
+    early: bool = False
     unshared: bool = False
     gave_way: bool = False
     computes_prompt: bool = False

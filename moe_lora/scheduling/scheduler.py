@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from itertools import chain, islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic
 
 from moe_lora.cache.orders import Namespace, Readiness
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 LOOK_AHEAD = 16
 """Queued requests shown to the cache."""
+_EARLY = attrgetter("early")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,11 @@ class Scheduler(Generic[Sequence]):
     def num_deferred(self) -> int:
         """Sequences of `num_waiting` waiting for bytes or a slot."""
         return len(self.loading) + sum(one.waits.is_held_back for one in self.waiting)
+
+    @property
+    def is_full(self) -> bool:
+        """True without a seat to spare; one seat alone may be in use."""
+        return len(self.running) + len(self.loading) >= max(2, self._limits.max_num_seqs)
 
     @property
     def oldest(self) -> Sequence | None:
@@ -299,6 +306,7 @@ class Scheduler(Generic[Sequence]):
             if sequence.adapter is not None:
                 self._adapters.dequeue(sequence.adapter)
             self.loading.append(sequence)
+            self.loading.sort(key=_EARLY)  # the last gives way
             sequence.gave_way = False
             now_s = self.clock.now_s()
             sequence.waits.load(now_s)
@@ -446,7 +454,7 @@ class Scheduler(Generic[Sequence]):
             self._adapters.enqueue(sequence.adapter)
         self._give_back(sequence)
         sequence.num_computed = sequence.cold_tokens = 0
-        sequence.awaits_kv = sequence.unshared = False
+        sequence.awaits_kv, sequence.unshared = sequence.early, False
 
     def _give_back(self, sequence: Sequence) -> None:
         self._cache.release(sequence.table, self.clock.now_s())

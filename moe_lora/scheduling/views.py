@@ -71,8 +71,9 @@ class Schedulable(Protocol):
     matched: the prompt was looked up.  adapter_hit: resident at arrival.  cold_tokens: to compute before the
     adapter's arrival.  base_tokens: first tokens, computed without the adapter; later KV is not for the
     prefix cache.  held: the last token is not computed now.  awaits_kv: KV arrives into the caller's pages;
-    reset with the pages.  gave_way: preempted for another tenant.  unshared: further KV is not for the prefix
-    cache; set by the caller.  computes_prompt: uses no cached prefix.
+    reset with the pages.  early: awaits KV of an unfinished prompt, without computation; put back before
+    others; set by the caller.  gave_way: preempted for another tenant.  unshared: further KV is not for the
+    prefix cache; set by the caller.  computes_prompt: uses no cached prefix.
     """
 
     table: BlockTable
@@ -84,6 +85,7 @@ class Schedulable(Protocol):
     base_tokens: int
     held: bool
     awaits_kv: bool
+    early: bool
     unshared: bool
     gave_way: bool
     computes_prompt: bool

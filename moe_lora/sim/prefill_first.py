@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts on separate instances, in both simulators: with its first token a request moves.
 
-As `dist.cluster.prefill_first`: a prompt waits for prompt instances, however full.  After the first token the
-request keeps pages, adapter and seat there until a target, chosen by the router, admits the request between
-two steps; the KV comes, and the answer goes on.
+As `dist.cluster.prefill_first`, but KV leaves after the first token.  A prompt waits for prompt instances,
+however full.  After the first token the request keeps pages, adapter and seat there until a target, chosen by
+the router, admits the request between two steps; the KV comes, and the answer goes on.
 """
 
 from __future__ import annotations

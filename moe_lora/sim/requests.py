@@ -39,6 +39,7 @@ class CachedRequest:
     num_brought: int = 0
     held: bool = False
     awaits_kv: bool = False
+    early: bool = False
     unshared: bool = False
     gave_way: bool = False
     computes_prompt: bool = False

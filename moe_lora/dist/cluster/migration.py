@@ -43,8 +43,9 @@ ACK_S = 5.0
 class MoveTask:
     """A running move.  final: the target was told to resume."""
 
-    def __init__(self, work: Coroutine[Any, Any, None]) -> None:
+    def __init__(self, work: Coroutine[Any, Any, None], target: Instance) -> None:
         self.final = False
+        self.target: Instance | None = target
         self.task = asyncio.create_task(work)
 
     async def settle(self) -> None:
@@ -112,7 +113,7 @@ class RequestMover:
         resumable.epoch += 1
         again = replace(self._continued(resumable), held=True, awaits_kv=kind == "kv")
         begin = partial(Attempt, instance, again, limit)
-        move = resumable.move = MoveTask(self._carry_out(resumable, source, begin))
+        move = resumable.move = MoveTask(self._carry_out(resumable, source, begin), instance)
         try:
             await asyncio.shield(move.task)
         except asyncio.CancelledError:
@@ -134,7 +135,11 @@ class RequestMover:
         return problems.count(None), [problem for problem in problems if problem is not None]
 
     def move_off(self, instance: Instance) -> None:
-        """Move a drained instance's requests."""
+        """Move a drained instance's requests, and stop moves to it."""
+        for move in [one.move for one in self._running.values() if one.move is not None]:
+            if move.target is instance and not move.final:
+                move.target = None  # one cancel: the second would cut the first's clean-up
+                move.task.cancel()
         for name in self.requests_at(instance.name):
             attempt = self._running[name].attempt
             if attempt is not None and attempt not in self._leaving:
@@ -244,21 +249,36 @@ class RequestMover:
             if source.first_token is not None:  # prompts take long: the target may have left
                 self._target(resumable, source, target.instance.name)
             await self._hand_over(resumable, source, target, ready.adapter_version, window)
-        except BaseException:
-            self.num_failed += 1
-            self.resume(source)
-            await target.close()
+        except BaseException as error:
+            if source.first_token is None or source.kept_s is not None:  # else no hold to undo
+                self.resume(source)
+            try:
+                self.num_failed += await self._has_failed(resumable, source, target, error)
+            finally:
+                await target.close()
             raise
         finally:
             resumable.move = None
         source.leave()
+
+    async def _has_failed(
+        self, resumable: ResumableRequest, source: Attempt, target: Attempt, error: BaseException
+    ) -> bool:
+        """False for an early move that was cancelled or gave way."""
+        if source.first_token is None or (resumable.move is not None and resumable.move.final):
+            return True
+        if isinstance(error, asyncio.CancelledError):
+            return not (source.instance.live and target.instance.live)
+        with suppress(MoeLoraError, TimeoutError), fail_after(ACK_S):
+            return await target.call("kv_window") is not None
+        return True
 
     async def _send_kv(self, source: Attempt, target: Attempt) -> KvWindow | None:
         """Have a computing source put KV into the target's window, if any."""
         window: KvWindow | None = await target.call("kv_window")
         first_token = source.first_token
         if window is None:  # the pages went elsewhere, or the instance takes no KV
-            if first_token is not None:
+            if first_token is not None and source.kept_s is None:
                 raise MoveError("the target has no room for the prompt's KV")
             target.kind = "tokens"
         elif source.kept_s is None:

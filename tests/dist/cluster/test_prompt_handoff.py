@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from anyio import fail_after
 
 from moe_lora.api import InProcessClient
 from moe_lora.core.errors import EngineDeadError, PeerGoneError
@@ -20,10 +21,12 @@ from moe_lora.core.request import GenerateRequest, TokenOutput, token_work
 from moe_lora.dist.cluster.migration import RequestMover
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.engine.build import build_engine
+from moe_lora.engine.client.messages import PauseScope
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.moving import KvTransfer
 from tests.engine.publishing import check_greedy, runs_of
 from tests.grids import diagonal, with_quick
+from tests.patience import PATIENCE_S
 
 from .test_migration import CONFIG, PROMPT, SAMPLINGS, answer, logprobs, tokens, until_idle
 from .test_migration import ask as ask_long
@@ -36,15 +39,25 @@ NUM_TOKENS = 12
 UNMOVED = {"tokens": 0, "kv": 0}
 
 
-@pytest.fixture(scope="module")
-def engines() -> Iterator[list[InProcessClient]]:
+@contextmanager
+def both_engines(**decode: Any) -> Iterator[list[InProcessClient]]:
+    """decode: settings of the decode instance."""
     config = replace(CONFIG, max_num_batched_tokens=CHUNK, async_scheduling="off", prefix_caching=False)
-    clients = [InProcessClient(build_engine(replace(config, instance=name))) for name in (PREFILL, DECODE)]
+    configs = [replace(config, instance=PREFILL), replace(config, instance=DECODE, **decode)]
+    clients = [InProcessClient(build_engine(one)) for one in configs]
     for client in clients:
         client._send = over_a_link(client)
-    yield clients
-    for client in clients:
-        client.shut_down()
+    try:
+        yield clients
+    finally:
+        for client in clients:
+            client.shut_down()
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[InProcessClient]]:
+    with both_engines() as clients:
+        yield clients
 
 
 def ask(name: str = "r", **words: Any) -> GenerateRequest:
@@ -73,9 +86,10 @@ def stopped_at(core: EngineCore, num_tokens: int) -> Iterator[threading.Event]:
 
 
 async def until(condition: Callable[[], object], reading: asyncio.Task[Any]) -> None:
-    while not condition():
-        assert not reading.done(), "the answer is over"
-        await asyncio.sleep(0.001)
+    with fail_after(PATIENCE_S):
+        while not condition():
+            assert not reading.done(), "the answer is over"
+            await asyncio.sleep(0.001)
 
 
 def num_received(engines: list[InProcessClient]) -> int:
@@ -330,6 +344,116 @@ def test_target_with_another_version_takes_no_page(engines, monkeypatch, caplog)
         asyncio.run(run())
     assert "begun with version 1 of adapter 'upper', and version 7 is served here" in caplog.text
     assert not expected
+
+
+async def read_there(engines: list[InProcessClient], *requests: GenerateRequest) -> list[list[int]]:
+    """Answers of the decode instance alone."""
+
+    async def read(request: GenerateRequest) -> list[int]:
+        return tokens([one async for one in engines[1].generate(request)])
+
+    with fail_after(PATIENCE_S):
+        return await asyncio.gather(*map(read, requests))
+
+
+@contextmanager
+def computed_while_held(core: EngineCore) -> Iterator[list[int]]:
+    """Numbers of tokens that the engine computes for held requests."""
+    run, found = core._runner.run, []
+
+    def note(plan: Any, *args: Any) -> Any:
+        found.extend(item.num_tokens for item in plan if item.sequence.held)
+        return run(plan, *args)
+
+    with patch.object(core._runner, "run", note):
+        yield found
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2])
+def test_early_kv_holds_no_seat_that_another_request_needs(max_num_seqs):
+    """Of two seats, one stays free."""
+
+    async def run(engines: list[InProcessClient]) -> None:
+        alone = tokens(await answer(made(engines, prefill=()), ask("alone")))
+        fleet = made(engines)
+
+        async def meanwhile(reading: asyncio.Task[Any]) -> None:
+            assert await read_there(engines, ask("other", adapter=None)) != [[]]
+            assert not engines[1].core.sequences, "the other request ended the early move"
+
+        moved = await handed_over(engines, fleet, ask(), meanwhile)
+        assert tokens(moved) == alone
+        assert fleet.mover.num_moved == {"tokens": 0, "kv": 1}
+        assert fleet.mover.num_failed == 0
+        await until_idle(engines)
+
+    with both_engines(max_num_seqs=max_num_seqs) as engines:
+        asyncio.run(run(engines))
+
+
+def test_early_kv_without_pages_leaves_and_is_not_computed():
+    async def run(engines: list[InProcessClient]) -> None:
+        alone = tokens(await answer(made(engines, prefill=()), ask("alone")))
+        fleet, core = made(engines), engines[1].core
+        others = [ask(f"other{place}", adapter=None, max_tokens=200) for place in range(3)]
+        assert 3 * (len(PROMPT) + 200) > core.info.num_kv_blocks * CHUNK, "all pages are needed"
+
+        async def meanwhile(reading: asyncio.Task[Any]) -> None:
+            found = await read_there(engines, *others)
+            assert [len(one) for one in found] == [200] * 3
+            await read_there(engines, ask("last", adapter=None))
+            assert not core.sequences, "the other requests ended the early move"
+
+        with computed_while_held(core) as computed:
+            moved = await handed_over(engines, fleet, ask(), meanwhile)
+        assert not computed
+        assert tokens(moved) == alone
+        assert fleet.mover.num_moved == {"tokens": 0, "kv": 1}
+        assert fleet.mover.num_failed == 0
+        await until_idle(engines)
+
+    with both_engines(arena_mb=1.2) as engines:
+        asyncio.run(run(engines))
+
+
+async def pause(engines: list[InProcessClient], fleet: FleetClient) -> None:
+    await engines[0].call("pause_requests", PauseScope(), "keep", PATIENCE_S)
+
+
+async def drain(engines: list[InProcessClient], fleet: FleetClient) -> None:
+    fleet._instance_registry.drains.order(DECODE, drained=True)
+
+
+@pytest.mark.parametrize(("stop", "num_kv"), [(pause, 1), (drain, 0)], ids=["pause", "drain"])
+def test_paused_prompt_and_drained_target_end_the_early_move(engines, stop, num_kv):
+    async def run() -> None:
+        alone = tokens(await answer(made(engines, prefill=()), ask("alone")))
+        fleet = made(engines)
+
+        async def meanwhile(reading: asyncio.Task[Any]) -> None:
+            await stop(engines, fleet)
+            await until(lambda: not engines[1].core.sequences, reading)
+            await engines[0].call("resume_requests", None)
+
+        moved = await handed_over(engines, fleet, ask(), meanwhile)
+        assert tokens(moved) == alone
+        assert fleet.mover.num_moved == {"tokens": 0, "kv": num_kv}
+        await until_idle(engines)
+
+    asyncio.run(run())
+
+
+def test_answer_of_one_token_is_no_failed_move(engines):
+    async def run() -> None:
+        first = tokens(await answer(made(engines, prefill=()), ask("alone")))[0]
+        fleet = made(engines)
+        outputs = await handed_over(engines, fleet, ask(stop_token_ids=(first,)))
+        assert outputs[-1].finish_reason == "stop"
+        assert fleet.mover.num_moved == UNMOVED
+        await until_idle(engines)
+        assert fleet.mover.num_failed == 0
+
+    asyncio.run(run())
 
 
 @pytest.mark.slow
