@@ -11,7 +11,8 @@ import re
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, Qwen2VLConfig
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2VLConfig
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from moe_lora.core.errors import ConfigError
@@ -504,6 +505,19 @@ def test_a_multimodal_head_is_tied_as_transformers_ties_it(ties, tmp_path):
     assert torch.equal(found.head, theirs.lm_head.weight)
     is_tied = theirs.lm_head.weight is theirs.get_input_embeddings().weight
     assert found.spec.tie_word_embeddings is is_tied is ties[1]
+
+
+def test_a_head_that_was_untied_by_transformers_loads(tmp_path):
+    """transformers saves the head without the front of the layers."""
+    text = tiny_config("mistral", tie_word_embeddings=True).to_dict()
+    tied = save_random("mistral", wrapped_language_model("mistral3", text), tmp_path / "tied")
+    model = AutoModelForImageTextToText.from_pretrained(tied, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight.normal_()
+    model.save_pretrained(tmp_path / "untied")
+    assert "lm_head.weight" in load_file(tmp_path / "untied" / "model.safetensors")
+    found = loader.load_model(tmp_path / "untied", torch.float32, torch.device("cpu"))
+    assert torch.equal(found.head, model.lm_head.weight)
 
 
 @pytest.mark.parametrize("section", [YARN, PLAIN_ROPE], ids=["yarn", "plain"])
