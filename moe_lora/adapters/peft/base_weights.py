@@ -68,9 +68,8 @@ def with_changes(
     for rows in found.replaced:
         path, entry = base_rows(rows, base_dir, where)
         with base_file(path) as file:
-            changes[f"{rows.site} {rows.key}"] = _change(
-                tensors[rows.key], parts_of(file, entry), rows.tokens, dtype
-            )
+            change = _change(tensors[rows.key], parts_of(file, entry), rows.tokens, dtype)
+        changes[f"{rows.site} {rows.key}"] = change
     return {**tensors, **changes}
 
 

@@ -76,10 +76,7 @@ def family_by_names(layers: Sequence[Sequence[Pair]], shape: ModelShape) -> Fami
         if any(key.startswith(fronts) for key in keys):
             return named
     if other := [key for key in keys if not LANGUAGE_PARTS.isdisjoint(key.split("."))]:
-        raise AdapterError(
-            f"{_FRONT}{other[0]}: this front can't be kept; for the language model alone, name the "
-            f"tensors {_FRONT}{family.stack}.… and convert them"
-        )
+        raise AdapterError(f"{other[0]}: this front can't be kept; name the tensors {_FRONT}{family.stack}.…")
     return family
 
 

@@ -95,9 +95,7 @@ def _pairs(found: Match, tensors: Mapping[str, torch.Tensor], shape: ModelShape)
     if found.replaced:
         from .replaced import replaced_pair
 
-        pairs[-1] += [
-            replaced_pair(rows, tensors[f"{rows.site} {rows.key}"], shape) for rows in found.replaced
-        ]
+        pairs[-1] += [replaced_pair(one, tensors[f"{one.site} {one.key}"], shape) for one in found.replaced]
     if found.columns:
         from .columns import column_pair
 

@@ -167,9 +167,7 @@ def _trained_tokens(
     for name, tokens in by_name.items():
         site = _site(name, places, config, _TOKENS)
         if by_site.setdefault(site, _tokens(tokens, config, shape)) != tokens:
-            raise AdapterError(
-                f"{config.where}: {_TOKENS} names the {site} twice, with different tokens; name it once"
-            )
+            raise AdapterError(f"{config.where}: {_TOKENS} has two lists of the {site}'s tokens; keep one")
     of_embedding = by_site.get("embedding")
     shares = tied and of_embedding is not None and by_site.get("head", of_embedding) == of_embedding
     for site in dict.fromkeys((*by_site, *(["head"] if shares else []))):

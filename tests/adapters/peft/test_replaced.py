@@ -148,7 +148,7 @@ MANGLED = {
         "tokens",
         None,
         {"trainable_token_indices": {"embed_tokens": [5, 0, 71], "language_model.embed_tokens": [4, 6, 8]}},
-        "embedding twice, with different tokens",
+        "two lists of the embedding's tokens",
     ),
     "rows of another module": (
         "tokens",
