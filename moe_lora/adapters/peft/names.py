@@ -182,7 +182,7 @@ def read_names(keys: Iterable[str], layer_prefix: str, outer: OuterPaths, where:
             if found := _IN_STACK.fullmatch(one):
                 fronts[found["front"]] = None
             elif name.path == outer.embedding:
-                fronts[one.rpartition(".")[0] + "."] = None
+                fronts[one[: one.rfind(".") + 1]] = None
     readings = {path: tuple(paths) for path, paths in read_as.items()}
     notes = tuple(_notes(by_key, layer_prefix, where))
     return Names(by_key, notes, layer_prefix, tuple(fronts), readings)
