@@ -7,12 +7,13 @@ See docs/guides/families.md.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moe_lora.core.errors import ConfigError
 
-from .schema.config_json import text_config
+from .schema.config_json import text_config, ties_all
 
 if TYPE_CHECKING:
     from moe_lora.core.shape import ModelShape
@@ -105,9 +106,16 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     return family_named(name).shape(name, config)
 
 
-def model_spec(config: Mapping[str, Any]) -> ModelSpec:
-    """Raises ConfigError as `shape_of`."""
-    return family_of(config).spec(shape_of(config), config)
+def model_spec(config: Mapping[str, Any], checkpoint: Iterable[str] | None = None) -> ModelSpec:
+    """Raises ConfigError as `shape_of`.
+
+    checkpoint: names of its tensors; without a head, `ties_all` counts.
+    """
+    family = family_of(config)
+    spec, head = family.spec(shape_of(config), config), family.head.removesuffix("weight")
+    if checkpoint is None or not ties_all(config) or any(head in name for name in checkpoint):
+        return spec
+    return replace(spec, tie_word_embeddings=True)
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str:

@@ -153,7 +153,8 @@ def load_model(
 
 def _opened(model_dir: Path) -> tuple[ModelSpec, Checkpoint, WeightMap]:
     config = read_config(model_dir)
-    spec, checkpoint = model_spec(config), Checkpoint(model_dir, config)
+    checkpoint = Checkpoint(model_dir, config)
+    spec = model_spec(config, checkpoint)
     weights = weight_map(spec, checkpoint)
     if checkpoint.scheme is not None:
         weights = stored_pieces(weights, checkpoint.scheme, checkpoint.file_of, spec.shape.num_experts)

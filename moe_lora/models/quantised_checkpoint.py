@@ -88,7 +88,7 @@ def quantise_checkpoint(
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is not a folder; make it first")
     checkpoint = Checkpoint(model_dir, config)
-    parts = _parts(model_spec(config), checkpoint, quantisation)
+    parts = _parts(model_spec(config, checkpoint), checkpoint, quantisation)
     _check_room(out, sum(part.num_bytes(dtype) for part in parts))
     begun.mkdir()
     try:

@@ -349,7 +349,7 @@ def refuse_unexpected(spec: ModelSpec, checkpoint: Checkpoint | RandomCheckpoint
     if head in unexpected and spec.tie_word_embeddings:
         raise ConfigError(
             f"the checkpoint in {checkpoint.model_dir} has a {head} that is not its embedding, and "
-            "config.json has tie_word_embeddings=true; set it to false there"
+            "config.json has tie_word_embeddings=true; set it to false, as text_config.tie_word_embeddings"
         )
     unexpected = [key for key in unexpected if checkpoint[key].numel()]  # not of no shared experts
     if unexpected:

@@ -11,15 +11,25 @@ import re
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import Qwen2VLConfig
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2VLConfig
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.families import cut_to, model_spec, shape_of
 from moe_lora.families.schema.config_json import ConfigJson
 from moe_lora.families.schema.family import stepped_experts
+from moe_lora.models import loader
 from moe_lora.models.causal_lm import CausalLM
-from tests.families import ALL_FAMILIES, LATENT_FAMILIES, MULTIPLIERS, make_checkpoint, tiny_config
+from tests.families import (
+    ALL_FAMILIES,
+    LATENT_FAMILIES,
+    MULTIPLIERS,
+    load_model,
+    make_checkpoint,
+    save_random,
+    tiny_config,
+)
 from tests.families.wrapped import LANGUAGE_MODELS, wrapped_language_model
 from tests.models.harness import Harness
 from tests.oracle import reference_logits
@@ -469,29 +479,81 @@ def inside(kind, **changes):
 
 
 @pytest.mark.parametrize("kind", ["mistral3", "kimi_k25"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_language_models_key_ties_a_head_where_the_class_writes_true_for_all(kind, tied):
+@pytest.mark.parametrize("text_ties", [False, True, None])
+@pytest.mark.parametrize("whole_ties", [False, True])
+def test_a_class_that_writes_true_ties_by_both_keys_or_without_a_head(kind, whole_ties, text_ties):
     whole, made = inside(kind)
     assert made().tie_word_embeddings is True
-    text = {**whole["text_config"], "tie_word_embeddings": tied}
-    assert model_spec({**whole, "tie_word_embeddings": True, "text_config": text}).tie_word_embeddings is tied
-    del text["tie_word_embeddings"]
-    for whole_tied in (False, True):
-        config = {**whole, "tie_word_embeddings": whole_tied, "text_config": text}
-        assert model_spec(config).tie_word_embeddings is whole_tied
+    text = {**whole["text_config"], "tie_word_embeddings": text_ties}
+    config = {**whole, "tie_word_embeddings": whole_ties, "text_config": text}
+    assert model_spec(config).tie_word_embeddings is (whole_ties and text_ties is not False)
+    for head in ("lm_head.weight", "language_model.lm_head.weight_packed"):
+        assert model_spec(config, [head]) == model_spec(config)
+    assert model_spec(config, ["embed_tokens.weight"]).tie_word_embeddings is whole_ties
+
+
+@pytest.mark.parametrize("ties", [(False, True), (True, False)])
+def test_a_multimodal_head_is_tied_as_transformers_ties_it(ties, tmp_path):
+    """The keys of the language model and of the whole differ."""
+    whole = wrapped_language_model("mistral3", tiny_config("mistral", tie_word_embeddings=ties[0]).to_dict())
+    whole.tie_word_embeddings = ties[1]
+    base = save_random("mistral", whole, tmp_path / "base")
+    fields = json.loads((base / "config.json").read_text())
+    assert (fields["text_config"]["tie_word_embeddings"], fields["tie_word_embeddings"]) == ties
+    theirs = load_model(base)
+    found = loader.load_model(base, torch.float32, torch.device("cpu"))
+    assert torch.equal(found.head, theirs.lm_head.weight)
+    is_tied = theirs.lm_head.weight is theirs.get_input_embeddings().weight
+    assert found.spec.tie_word_embeddings is is_tied is ties[1]
+
+
+def test_a_head_that_was_untied_by_transformers_loads(tmp_path):
+    """transformers saves the head without the front of the layers."""
+    text = tiny_config("mistral", tie_word_embeddings=True).to_dict()
+    tied = save_random("mistral", wrapped_language_model("mistral3", text), tmp_path / "tied")
+    model = AutoModelForImageTextToText.from_pretrained(tied, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight.normal_()
+    model.save_pretrained(tmp_path / "untied")
+    assert "lm_head.weight" in load_file(tmp_path / "untied" / "model.safetensors")
+    found = loader.load_model(tmp_path / "untied", torch.float32, torch.device("cpu"))
+    assert torch.equal(found.head, model.lm_head.weight)
 
 
 @pytest.mark.parametrize("section", [YARN, PLAIN_ROPE], ids=["yarn", "plain"])
-@pytest.mark.parametrize("family", ["olmo3", "gemma3"])
-def test_rope_parameters_without_kinds_of_layers_are_of_the_full_layers(family, section):
+def test_rope_parameters_without_kinds_of_layers_are_of_olmo_3s_full_layers(section):
     """As transformers wrote OLMo 3 first; OLMo-core and vLLM scale full layers alone."""
-    config = config_of(family)
+    config = config_of("olmo3")
     del config["rope_parameters"]
     scaling = {key: value for key, value in section.items() if key != "rope_theta"}
     expected = model_spec({**config, "rope_theta": section["rope_theta"], "rope_scaling": scaling})
     assert model_spec({**config, "rope_parameters": section}) == expected
     with pytest.raises(ConfigError, match="rope_scaling"):
         model_spec({**config, "rope_parameters": section, "rope_scaling": LLAMA3})
+
+
+def test_gemma_3_needs_rope_parameters_by_kind_of_layer():
+    """transformers reads a flat section otherwise."""
+    with pytest.raises(ConfigError, match=r"no rope_parameters\.sliding_attention\.rope_theta"):
+        model_spec(config_of("gemma3", rope_parameters=YARN))
+
+
+def test_a_flat_section_that_kinds_of_layers_contradict_is_refused(tmp_path):
+    """transformers saves a flat OLMo 3 with plain kinds beside its scaling."""
+    config = config_of("olmo3", rope_parameters=YARN)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    saved = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert saved["rope_parameters"]["full_attention"]["rope_type"] == "default"
+    with pytest.raises(ConfigError, match="rope_type='yarn', which differs from full_attention"):
+        model_spec(saved)
+    for key in ("full_attention", "sliding_attention"):
+        del saved["rope_parameters"][key]
+    assert model_spec(saved) == model_spec(config)
+    kinds = by_kind(PLAIN_ROPE, YARN)
+    assert model_spec({**config, "rope_parameters": {**kinds, **YARN}}) == model_spec(
+        {**config, "rope_parameters": kinds}
+    )
 
 
 def test_rope_parameters_of_one_kind_of_layer_alone_are_refused():

@@ -141,7 +141,7 @@ def base_tensor(site: str, model_dir: Path | None, problem: str, way_out: str) -
         if model_dir is None:
             raise ValueError("the served base model has no checkpoint")
         config, places = read_config(model_dir), _files_by_name(model_dir)
-        spec = model_spec(config)
+        spec = model_spec(config, places)
         family = family_of(config).named_in(places, spec.tie_word_embeddings)
         name = family.head if site == "head" and not spec.tie_word_embeddings else family.embedding
         if name not in places:

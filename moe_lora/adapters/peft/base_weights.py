@@ -63,13 +63,13 @@ def check_copies(copies: Mapping[str, Parts], model_dir: Path | None, where: str
 def with_changes(
     found: Match, tensors: Mapping[str, torch.Tensor], base_dir: Path | None, where: str, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The tensors, with the changes of `Match.replaced` to the checkpoint: [N, H]."""
+    """The tensors, with the changes of `Match.replaced` to the checkpoint: [N, H], by site and key."""
     changes: dict[str, torch.Tensor] = {}
     for rows in found.replaced:
-        if rows.key not in changes:  # a tied head shares the rows of the embedding
-            path, entry = base_rows(rows, base_dir, where)
-            with base_file(path) as file:
-                changes[rows.key] = _change(tensors[rows.key], parts_of(file, entry), rows.tokens, dtype)
+        path, entry = base_rows(rows, base_dir, where)
+        with base_file(path) as file:
+            change = _change(tensors[rows.key], parts_of(file, entry), rows.tokens, dtype)
+        changes[f"{rows.site} {rows.key}"] = change
     return {**tensors, **changes}
 
 

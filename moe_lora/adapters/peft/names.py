@@ -23,7 +23,7 @@ WRAPPERS = {
     "_forward_module": "Lightning Fabric",
 }
 """Segments without a meaning, and their wrappers."""
-_LANGUAGE_PARTS = frozenset(("language_model", "text_model", "language_tower", "thinker", "llm"))
+LANGUAGE_PARTS = frozenset(("language_model", "text_model", "language_tower", "thinker", "llm"))
 _PEFT_PREFIX = "base_model.model."
 _KEY = re.compile(
     rf"(?P<peft>(?:{re.escape(_PEFT_PREFIX)})*)(?P<path>.+?)(?P<nested>(?:\.base_layer)*)"
@@ -178,9 +178,11 @@ def read_names(keys: Iterable[str], layer_prefix: str, outer: OuterPaths, where:
         if name.read_as == (name.path,) or not (in_layers or name.path in outer):
             continue
         read_as.setdefault(name.path, {}).update(dict.fromkeys(name.read_as))
-        for one in name.read_as if in_layers else ():
+        for one in name.read_as:
             if found := _IN_STACK.fullmatch(one):
                 fronts[found["front"]] = None
+            elif name.path == outer.embedding:
+                fronts[one[: one.rfind(".") + 1]] = None
     readings = {path: tuple(paths) for path, paths in read_as.items()}
     notes = tuple(_notes(by_key, layer_prefix, where))
     return Names(by_key, notes, layer_prefix, tuple(fronts), readings)
@@ -270,7 +272,7 @@ def outer_path(path: str, layer_prefix: str, outer: OuterPaths) -> str:
     if leaf == TINKER_HEAD and front == own:
         return outer.head
     parts = set(front.split(".")) - {""}
-    in_language = len(_LANGUAGE_PARTS & parts) == 1 and parts <= {own, "model", *_LANGUAGE_PARTS}
+    in_language = len(LANGUAGE_PARTS & parts) == 1 and parts <= {own, "model", *LANGUAGE_PARTS}
     return next((one for one in outer if in_language and leaf == one.rpartition(".")[2]), path)
 
 
@@ -279,7 +281,7 @@ def _is_known_front(front: str, layer_prefix: str) -> bool:
     parts = front.split(".")[:-1]
     if parts and parts[-1] == own and set(parts[:-1]) <= {"model"}:
         return True
-    return len(_LANGUAGE_PARTS & set(parts)) == 1 and set(parts) <= {own, "model", *_LANGUAGE_PARTS}
+    return len(LANGUAGE_PARTS & set(parts)) == 1 and set(parts) <= {own, "model", *LANGUAGE_PARTS}
 
 
 def _two_adapters(by_key: Mapping[str, TensorName], where: str) -> AdapterError:
@@ -313,7 +315,7 @@ def _notes(by_key: Mapping[str, TensorName], layer_prefix: str, where: str) -> I
         yield (f"{where}: names of tensors carry {part}. (from {WRAPPERS[part]}); it is removed")
     fronts = {name.front for name in by_key.values() if name.path.startswith(f"{layer_prefix}.")}
     for front in fronts:
-        language = _LANGUAGE_PARTS & set(front.split("."))
+        language = LANGUAGE_PARTS & set(front.split("."))
         own = layer_prefix.rpartition(".")[0] + "."
         if language:
             yield (

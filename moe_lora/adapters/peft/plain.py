@@ -26,7 +26,7 @@ from moe_lora.families import family_named
 from moe_lora.families.schema.family import NAME_ORDERS, THINKER, Place
 
 from .files import CONFIG_FILE, WEIGHTS_FILE
-from .names import without_wrappers
+from .names import LANGUAGE_PARTS, without_wrappers
 
 if TYPE_CHECKING:
     from moe_lora.families.schema.family import Family
@@ -68,12 +68,15 @@ class _Layer:
 def family_by_names(layers: Sequence[Sequence[Pair]], shape: ModelShape) -> Family:
     """The family, with a multimodal class's names if the source has them."""
     family = family_named(shape.family)
-    keys = [f".{without_wrappers(pair.source)}" for pairs in layers for pair in pairs]
+    keys = [without_wrappers(pair.source).removeprefix(_FRONT) for pairs in layers for pair in pairs]
     for text, front in (*NAME_ORDERS, THINKER):
         named = family.named_in({family.norm.replace("model.", text, 1)})
-        fronts = (f"{named.stack}.", named.embedding.removesuffix("weight"), *([front] if front else []))
-        if any(f".{one}" in key for one in fronts for key in keys):
+        heads = [named.head.removesuffix("weight")] if front else []
+        fronts = (f"{named.stack}.", named.embedding.removesuffix("weight"), *heads)
+        if any(key.startswith(fronts) for key in keys):
             return named
+    if other := [key for key in keys if not LANGUAGE_PARTS.isdisjoint(key.split("."))]:
+        raise AdapterError(f"{other[0]}: this front can't be kept; name the tensors {_FRONT}{family.stack}.…")
     return family
 
 
@@ -331,7 +334,9 @@ def _config(pairs: Sequence[PlainPair], num_layers: int, stack: str) -> dict[str
 
 
 def _names(paths: Sequence[str], num_layers: int, stack: str) -> list[str]:
-    """Names below the layer if every layer has one, else the whole path."""
+    """Names below the layer if every layer has one, else, and of a multimodal class, the whole path."""
+    if stack.count(".") > 1:
+        return sorted(paths)
     below: dict[str, list[str]] = {}
     for path in paths:
         rest = path.removeprefix(f"{stack}.").partition(".")[2] if path.startswith(f"{stack}.") else ""

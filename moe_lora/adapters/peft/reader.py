@@ -95,7 +95,7 @@ def _pairs(found: Match, tensors: Mapping[str, torch.Tensor], shape: ModelShape)
     if found.replaced:
         from .replaced import replaced_pair
 
-        pairs[-1] += [replaced_pair(rows, tensors[rows.key], shape) for rows in found.replaced]
+        pairs[-1] += [replaced_pair(one, tensors[f"{one.site} {one.key}"], shape) for one in found.replaced]
     if found.columns:
         from .columns import column_pair
 
@@ -152,6 +152,7 @@ def _bare_layers(
     tensors = {
         key: torch.empty(entry.shape, dtype=dtype, device="meta") for key, entry in found.entries.items()
     }
+    tensors |= {f"{rows.site} {rows.key}": tensors[rows.key] for rows in found.match.replaced}
     for column in found.match.columns:
         tensors[column.key] = tensors[column.key].new_empty(*found.entries[column.key].shape, 2)
     matched = found.match

@@ -21,6 +21,7 @@ from moe_lora.core.errors import AdapterError, shown
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.wrong_files import TensorEntry, read_config
 from moe_lora.families import model_spec
+from moe_lora.families.schema.config_json import ties_all
 
 from .base import base_tensor, one_place, resized
 from .config import AdapterConfig
@@ -63,8 +64,11 @@ def replaced_rows(
             f"{config.where}: {_TOKENS} and {_SAVED} are changes of the base's rows, and no checkpoint of "
             "the base is here; serve or check the adapter with the folder of the base model"
         )
+    given, base = config.trainable_token_indices, read_config(base_dir)
+    for name in given if isinstance(given, dict) else ():
+        _site(name, places, config, _TOKENS)
     keys = _keys(tensors, places, where)
-    tied = model_spec(read_config(base_dir)).tie_word_embeddings
+    tied = ties_all(base) or model_spec(base).tie_word_embeddings
     found: dict[str, ReplacedRows] = {}
     for one in (
         *_trained_tokens(keys, config, shape, places, tied),
@@ -161,7 +165,9 @@ def _trained_tokens(
     by_name = given if isinstance(given, dict) else {places.outer.embedding: given}
     by_site: dict[str, tuple[int, ...]] = {}
     for name, tokens in by_name.items():
-        by_site[_site(name, places, config, _TOKENS)] = _tokens(tokens, config, shape)
+        site = _site(name, places, config, _TOKENS)
+        if by_site.setdefault(site, _tokens(tokens, config, shape)) != tokens:
+            raise AdapterError(f"{config.where}: {_TOKENS} has two lists of the {site}'s tokens; keep one")
     of_embedding = by_site.get("embedding")
     shares = tied and of_embedding is not None and by_site.get("head", of_embedding) == of_embedding
     for site in dict.fromkeys((*by_site, *(["head"] if shares else []))):

@@ -12,7 +12,7 @@ from moe_lora.core.errors import ConfigError
 
 from .config_json import ConfigJson
 from .family import ATTENTION, LARGEST, SIZES, TENSORS, Place, linear_mlp, windows_by_type
-from .rope import RopeSpec, rope_by_kind
+from .rope import TYPE_KEYS, RopeSpec, rope_by_kind
 from .routed import ROUTED_SIZES
 
 LATENT_SIZES: Mapping[str, tuple[str, ...]] = {
@@ -216,12 +216,16 @@ def rope_by_window(config: ConfigJson, theta: float, local: float | None = None)
     """Fields of `ModelSpec`: frequencies of the sliding layers, then of the full layers.
 
     theta: without rope_theta.  local: base of the sliding layers without rope_parameters; None: the full
-    layers'.  rope_scaling, and rope_parameters without kinds, are of the full layers.
+    layers', as in OLMo 3.  rope_scaling, and its rope_parameters without kinds, are of the full layers.
     """
     given = config.section("rope_parameters")
     if given:
         config.require({"rope_scaling": ()})
-    is_flat = not any(map(given.states, _WINDOWS))
+    is_flat = local is None and not any(map(given.states, _WINDOWS))
+    full = given.section(_WINDOWS[1])
+    for keys in (TYPE_KEYS, ("factor",), ("rope_theta",)) if full else ():
+        if (flat := given.get(*keys, default=None)) not in (None, full.get(*keys, default=None)):
+            raise given.refusal(keys[0], flat, "differs from full_attention's; remove one of the two")
     size = config.size("head_dim", default=config.size("hidden_size") // config.size("num_attention_heads"))
     base = config.number("rope_parameters.rope_theta", "rope_theta", default=theta, above=1.0)
     scaling = config.get("rope_parameters" if given and is_flat else "rope_scaling", default={})

@@ -11,7 +11,7 @@ from moe_lora.core.errors import ConfigError
 _MISSING: Any = object()
 _TIED_INSIDE = ("qwen2_vl", "qwen2_5_vl", "glm4v_moe")
 _TIED_BY_TEXT = ("mistral3", "kimi_k25")
-"""Classes that write true beside a head of its own."""
+"""Classes that write true, their default, beside a head of its own."""
 TEXT_SECTIONS = ("text_config", "thinker_config")
 """Multimodal sections with keys of the language model."""
 LARGEST = 1e30
@@ -21,8 +21,7 @@ LARGEST = 1e30
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's keys of a multimodal config.json.
 
-    tie_word_embeddings is of the whole model; in _TIED_INSIDE either key ties, in _TIED_BY_TEXT the language
-    model's.
+    tie_word_embeddings is of the whole model; in _TIED_INSIDE either key ties, in _TIED_BY_TEXT both do.
     """
     thinker = config.get("thinker_config")
     whole = {**config, **thinker} if isinstance(thinker, Mapping) else config
@@ -31,10 +30,15 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return whole
     beside = {key: value for key, value in whole.items() if key not in TEXT_SECTIONS}
     tied, kind = beside.get("tie_word_embeddings"), whole.get("model_type")
-    by_text = kind in _TIED_BY_TEXT and part.get("tie_word_embeddings") is not None
-    if tied is None or by_text or (not tied and kind in _TIED_INSIDE):
+    untied = kind in _TIED_BY_TEXT and part.get("tie_word_embeddings") is False
+    if tied is None or untied or (not tied and kind in _TIED_INSIDE):
         return {**beside, **part}
     return {**beside, **part, "tie_word_embeddings": tied}
+
+
+def ties_all(config: Mapping[str, Any]) -> bool:
+    """True if a class of _TIED_BY_TEXT ties a head without a tensor.  PEFT ties rows beside a tensor too."""
+    return config.get("model_type") in _TIED_BY_TEXT and bool(config.get("tie_word_embeddings", True))
 
 
 class ConfigJson:

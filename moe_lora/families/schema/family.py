@@ -336,7 +336,8 @@ class Family:
                 name.replace("model.", text, 1) for name in (self.embedding, self.norm, self.stack)
             )
             if norm in checkpoint:
-                found = replace(self, embedding=embedding, norm=norm, stack=stack, head=front + self.head)
+                head = self.head if self.head in checkpoint else front + self.head
+                found = replace(self, embedding=embedding, norm=norm, stack=stack, head=head)
                 break
         if tied and found.embedding not in checkpoint and found.head in checkpoint:
             return replace(found, embedding=found.head)

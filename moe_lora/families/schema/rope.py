@@ -64,7 +64,7 @@ def rope_by_kind(
     for kind, (head_dim, default) in kinds.items():
         section = ConfigJson(default, "rope_parameters")
         if not is_flat and config.section("rope_parameters"):
-            section = config.section("rope_parameters").section(kind)
+            section = config.section(f"rope_parameters.{kind}")
             section.get("rope_theta")
         name = section.get(*TYPE_KEYS, default="default")
         _check_even(head_dim)

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
@@ -17,11 +18,12 @@ from moe_lora.cli.main import main
 from moe_lora.core.errors import AdapterError
 from tests.adapters.dense import assert_same_deltas, packed_deltas, peft_deltas
 from tests.adapters.peft.test_outer_sites import outer_adapter
-from tests.families import make_adapter, save_random, tiny_config
-from tests.families.wrapped import wrapped_language_model
+from tests.families import load_model, make_adapter, save_random, tiny_config
+from tests.families.wrapped import wrapped_config, wrapped_language_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FAMILY = "qwen3"
+KEY = "tie_word_embeddings"
 STACK = "model.language_model.layers"
 Q_PROJ = f"{STACK}.0.self_attn.q_proj"
 EMBEDDING = "model.language_model.embed_tokens"
@@ -48,6 +50,10 @@ CONFIGS = {
         "trainable_token_indices": {EMBEDDING.removeprefix("model."): [3, 5]}
     },
     "the saved embedding by its whole name": {"modules_to_save": [EMBEDDING]},
+    "a pair of the embedding alone, and an excluded whole name": {
+        "target_modules": ["embed_tokens", "q_proj"],
+        "exclude_modules": [f"{STACK}.{layer}.self_attn.q_proj" for layer in range(2)],
+    },
 }
 
 
@@ -57,6 +63,26 @@ def test_names_of_a_multimodal_class_in_the_config_are_as_peft_reads_them(case, 
     adapter, shape = make_adapter(FAMILY, base, tmp_path / "a", **config), model_shape(base)
     found = packed_deltas(read_adapter(adapter, shape, torch.float32, base_dir=base), shape)
     assert_same_deltas(found, peft_deltas(FAMILY, base, adapter))
+
+
+@pytest.mark.parametrize("tokens", [[3, 5], {"embed_tokens": [3, 5], "lm_head": [3, 5]}])
+@pytest.mark.parametrize("stated", [{}, {KEY: True}])
+def test_rows_reach_the_own_head_of_a_class_that_writes_true(stated, tokens, tmp_path):
+    """PEFT adds the rows to each by the whole config's key, and each has other rows before."""
+    whole = wrapped_language_model("mistral3", tiny_config("mistral", tie_word_embeddings=False).to_dict())
+    whole.tie_word_embeddings = False
+    base = save_random("mistral", whole, tmp_path / "base")
+    fields = json.loads((base / "config.json").read_text())
+    del fields[KEY]
+    (base / "config.json").write_text(json.dumps(fields | stated))
+    config = {
+        "target_modules": ["q_proj"],
+        "exclude_modules": ".*vision.*",
+        "trainable_token_indices": tokens,
+    }
+    adapter, shape = make_adapter("mistral", base, tmp_path / "a", **config), model_shape(base)
+    found = packed_deltas(read_adapter(adapter, shape, torch.float32, base_dir=base), shape)
+    assert_same_deltas(found, peft_deltas("mistral", base, adapter))
 
 
 def test_a_missing_module_is_named_as_in_the_file(base, tmp_path):
@@ -89,6 +115,34 @@ def test_a_converted_adapter_of_a_multimodal_class_changes_that_class(case, base
     source = make_adapter(FAMILY, base, tmp_path / "a", **config)
     target = converted(source, tmp_path / "b", base)
     assert_same_deltas(peft_deltas(FAMILY, base, target), peft_deltas(FAMILY, base, source))
+
+
+def test_a_converted_adapter_has_no_targets_in_the_vision_part(tmp_path):
+    """Gemma 3's vision part has a q_proj too."""
+    fields = {key: value for key, value in tiny_config("gemma3").to_dict().items() if key != "model_type"}
+    base = save_random("gemma3", wrapped_config("gemma3", fields), tmp_path / "base")
+    targets = r".*language_model.*\.(?:q|v)_proj"
+    source = make_adapter("gemma3", base, tmp_path / "a", target_modules=targets)
+    target = converted(source, tmp_path / "b", base)
+    model = PeftModel.from_pretrained(load_model(base), str(target))
+    wrapped = {name for name, _ in model.named_modules() if name.endswith(".lora_A")}
+    assert wrapped
+    assert not any("vision" in name for name in wrapped)
+    assert_same_deltas(peft_deltas("gemma3", base, target), peft_deltas("gemma3", base, source))
+
+
+@pytest.mark.parametrize(
+    "front", ["llm.model.", "model.text_model.", "language_model.", "language_tower.model."]
+)
+def test_a_front_that_a_conversion_would_lose_is_refused(front, checkpoint, tmp_path):
+    source = outer_adapter("llama", checkpoint("llama"), tmp_path / "a")
+    tensors = load_file(source / WEIGHTS_FILE)
+    renamed = {key.replace("model.model.model.", f"model.model.{front}"): one for key, one in tensors.items()}
+    save_file(renamed, source / WEIGHTS_FILE)
+    command = ["adapters", "convert", str(source), str(tmp_path / "b"), "--model", str(checkpoint("llama"))]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 1
+    assert f"{front}layers.0" in result.output
 
 
 ORDERS = {

@@ -144,6 +144,18 @@ MANGLED = {
     "a token beyond": ("tokens", None, {"trainable_token_indices": [5, 0, 96]}, "different tokens"),
     "a negative token": ("tokens", None, {"trainable_token_indices": [5, 0, -1]}, "trainable_token_indices"),
     "a token of text": ("tokens", None, {"trainable_token_indices": ["5"]}, "trainable_token_indices"),
+    "two names of one module": (
+        "tokens",
+        None,
+        {"trainable_token_indices": {"embed_tokens": [5, 0, 71], "language_model.embed_tokens": [4, 6, 8]}},
+        "two lists of the embedding's tokens",
+    ),
+    "rows of another module": (
+        "tokens",
+        lambda tensors: {key.replace("embed_tokens", "wte"): one for key, one in tensors.items()},
+        {"trainable_token_indices": {"wte": [5, 0, 71]}},
+        "'wte' is not supported",
+    ),
     "another module": ("tokens", None, {"trainable_token_indices": {"q_proj": [5, 0, 71]}}, "'q_proj'"),
     "no config of tokens": ("tokens", None, {"trainable_token_indices": None}, "token_adapter"),
     "a transposed head": ("head", only(SAVED, TRANSPOSED), {}, r"expected shape \[96, 32\]"),
