@@ -129,10 +129,13 @@ class LeaseClient:
             return not self.connected
         return all(self.lease(one) or one in self._rejected for one in self._wanted.copy())
 
-    def check(self, former: LeaseClient) -> None:
-        """Raise LoraServerError without a leader, CapacityError for an adapter refused here alone."""
+    def check_connected(self) -> None:
         if not self.connected:
             raise LoraServerError("the next LoRA Server is away")
+
+    def check(self, former: LeaseClient) -> None:
+        """Raise LoraServerError without a leader, CapacityError for an adapter refused here alone."""
+        self.check_connected()
         for adapter_id, error in self._rejected.copy().items():
             if _is_final(error) and adapter_id not in former._rejected:
                 raise CapacityError(f"the next LoRA Server refuses adapter {adapter_id}: {error}") from error

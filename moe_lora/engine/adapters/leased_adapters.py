@@ -189,10 +189,15 @@ class LeasedAdapters(AdapterStore):
         try:
             client, leases = (yield files.submit(_reached, rank, self, server, others)).result()
             end_s = time.monotonic() + GRANTS_S
-            leases.succeed(self._leases)
-            while not leases.covers(self._leases) and time.monotonic() < end_s:
-                yield files.submit(time.sleep, _LOOK_S)  # requests have started
+            try:
                 leases.succeed(self._leases)
+                while not leases.covers(self._leases) and time.monotonic() < end_s:
+                    yield files.submit(time.sleep, _LOOK_S)  # requests have started
+                    leases.succeed(self._leases)
+                leases.check_connected()
+            except Exception:
+                files.submit(_left, client, leases)
+                raise
             former = self.lease_from(client, leases)
         except Exception:
             if others is not None:

@@ -340,6 +340,28 @@ def test_a_server_that_ends_before_the_move_is_refused():
         assert driven.end()["a"]
 
 
+def test_a_server_that_ends_while_the_instance_waits_for_leases_is_refused():
+    with (
+        servers("EP1-PP1", "EP2-PP1") as (former, following),
+        engine(lora_server=former.config) as core,
+    ):
+        driven = Driven(core)
+        core.add_request(ask("a", max_tokens=NUM))
+        driven.step_until(lambda: driven.outputs["a"])
+
+        def change() -> None:
+            for number in (1, 0):
+                following.stop(number)
+            until(lambda: not driven.reached.connected)
+
+        with pytest.raises(LoraServerError, match="the next LoRA Server is away"):
+            driven.move(following, change)
+        until(driven.reached._joined.done, "the leases there are closed")
+        assert core.rank.config.lora_server == former.config
+        assert driven.end()["a"]
+        assert core.stats().lora_server_fallback_rows == 0
+
+
 def test_an_engine_without_a_lora_server_refuses():
     with engine() as core, pytest.raises(ConfigError, match="no LoRA Server to move from"):
         next(EngineVerbs(core, None, None, None).join_lora_server("/nowhere", "EP1-PP1"))
