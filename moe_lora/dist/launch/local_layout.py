@@ -27,6 +27,7 @@ from moe_lora.core.errors import (
     CapacityError,
     ConfigError,
     ControllerAwayError,
+    EngineDeadError,
     LastProblem,
     LoraServerError,
 )
@@ -46,6 +47,8 @@ from .local import Generation, OwnServer, passed_on
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
+_RETURN_S = 30.0
+"""Limit for instances to answer that they use the former ranks."""
 _numbers = itertools.count(1)
 
 
@@ -78,6 +81,8 @@ class LayoutChange:
     def __init__(self, own: OwnServer, file: int, instances: ControlledInstances | LayoutKeeper) -> None:
         self._own, self._file, self._instances = own, file, instances
         self._refusal: CapacityError | None = None
+        self._unanswered: set[str] = set()
+        """Instances that may still move, after a call without an answer."""
 
     async def to(self, text: str, capacity: int, limit_s: float) -> str:
         """Have this layout; returns the server's address.
@@ -93,7 +98,11 @@ class LayoutChange:
             return _server_of(former.cluster).address
         began_s = current_time()
         following = await self._started(cluster, limit_s)
-        before = self._write(cluster)
+        try:
+            before = self._write(cluster)
+        except BaseException:
+            await self._end(following)
+            raise
         moving = dict(self._instances.running)  # later processes read the file
         logger.info("ranks of %s are ready after %.1f s", server.layout, current_time() - began_s)
         with CancelScope(deadline=began_s + limit_s):
@@ -102,6 +111,7 @@ class LayoutChange:
             self._write(before)
             for name in self._instances.running.keys() - left:
                 self._instances.kill(name)  # its file named ranks that end
+            await self._return({name: moving[name] for name in left if name in self._unanswered}, former)
             await self._end(following)
             raise self._refusal or LoraServerError(
                 f"no instance moved to {server.layout} within limit_s={limit_s:g}, and the former layout "
@@ -167,15 +177,26 @@ class LayoutChange:
         while name in self._left(moving):
             if name in self._instances.serving:
                 try:
+                    self._unanswered.add(name)
                     await self._instances.move(name, server.address, server.layout)
                     del moving[name]
                 except Exception as error:
+                    if not isinstance(error, EngineDeadError | ConnectionError):
+                        self._unanswered.discard(name)
                     if problem.is_new(str(error)):
                         logger.warning("%s does not move to %s: %s", name, server.layout, error)
                     if isinstance(error, CapacityError):
                         self._refusal = error
                         return
             await asyncio.sleep(_LOOK_S)
+
+    async def _return(self, moved: dict[str, int], former: Generation) -> None:
+        """Have instances use the former ranks; an instance without an answer starts again."""
+        with CancelScope(deadline=current_time() + _RETURN_S):
+            server = _server_of(former.cluster)
+            await asyncio.gather(*(self._move(name, moved, server) for name in tuple(moved)))
+        for name in self._left(moved):
+            self._instances.kill(name)
 
     def _left(self, moving: dict[str, int]) -> list[str]:
         """Instances whose process knows the former server only."""

@@ -262,6 +262,41 @@ def test_if_no_instance_moves_the_next_ranks_end_and_all_is_as_before(stack, err
     host.change("EP4-PP1")
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_change_that_is_given_up_returns_instances_whose_move_had_no_answer(
+    stack, monkeypatch, limits, answers
+):
+    """An instance without a second answer starts again; an instance that refused is let alone."""
+    host, calls = Host(stack), []
+
+    async def silent(verb: str, address: str, layout: str) -> None:
+        calls.append((layout, host.file_layout, len(host.ranks.kept)))
+        if layout == "EP4-PP1" or not answers:
+            limits[-1].cancel()
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(host.engines["instance-1"], "call", silent)
+    host.engines["instance-0"].errors = Endless(LoraServerError("away"))
+    with pytest.raises(LoraServerError, match="no instance moved to EP4-PP1"):
+        host.change("EP4-PP1")
+    host.check_unchanged()
+    assert calls == [("EP4-PP1", "EP4-PP1", 6), ("EP2-PP1", "EP2-PP1", 6)]
+    assert host.killed == ([] if answers else ["instance-1"])
+
+
+def test_an_unwritable_file_ends_the_next_ranks(stack, monkeypatch):
+    host = Host(stack)
+
+    def fails(file: int, cluster: ClusterConfig) -> None:
+        raise OSError("no room")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no room"):
+        patch.setattr(local_layout, "write_cluster", fails)
+        host.change("EP4-PP1")
+    host.check_unchanged()
+    host.change("EP4-PP1")
+
+
 @pytest.mark.parametrize(
     ("layout", "settings", "why"),
     [
