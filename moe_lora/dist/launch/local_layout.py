@@ -70,9 +70,9 @@ class ControlledInstances:
     def kill(self, name: str) -> None:
         self.roles.kill(name)
 
-    async def move(self, name: str, address: str, layout: str) -> None:
+    async def move(self, name: str, address: str, layout: str, limit_s: float) -> None:
         [instance] = (one for one in self.registry.live if one.name == name)
-        await instance.client.call("join_lora_server", address, layout)
+        await instance.client.call("join_lora_server", address, layout, limit_s)
 
 
 class LayoutChange:
@@ -105,8 +105,7 @@ class LayoutChange:
             raise
         moving = dict(self._instances.running)  # later processes read the file
         logger.info("ranks of %s are ready after %.1f s", server.layout, current_time() - began_s)
-        with CancelScope(deadline=began_s + limit_s):
-            await asyncio.gather(*(self._move(name, moving, server) for name in tuple(moving)))
+        await self._move_all(moving, server, began_s + limit_s)
         if (left := self._left(moving)) and all(name in left for name in self._instances.serving):
             self._write(before)
             for name in self._instances.running.keys() - left:
@@ -171,14 +170,19 @@ class LayoutChange:
         write_cluster(self._file, replace(before, lora_server=cluster.lora_server, devices=cluster.devices))
         return before
 
-    async def _move(self, name: str, moving: dict[str, int], server: LoraServerConfig) -> None:
+    async def _move_all(self, moving: dict[str, int], server: LoraServerConfig, end_s: float) -> None:
+        with CancelScope(deadline=end_s):
+            await asyncio.gather(*(self._move(name, moving, server, end_s) for name in tuple(moving)))
+
+    async def _move(self, name: str, moving: dict[str, int], server: LoraServerConfig, end_s: float) -> None:
         """Move an instance, and take its process out of `moving`; returns at a refusal, or its end."""
         problem = LastProblem()
         while name in self._left(moving):
             if name in self._instances.serving:
                 try:
                     self._unanswered.add(name)
-                    await self._instances.move(name, server.address, server.layout)
+                    limit_s = end_s - current_time()
+                    await self._instances.move(name, server.address, server.layout, limit_s)
                     del moving[name]
                 except Exception as error:
                     if not isinstance(error, EngineDeadError | ConnectionError):
@@ -192,9 +196,7 @@ class LayoutChange:
 
     async def _return(self, moved: dict[str, int], former: Generation) -> None:
         """Have instances use the former ranks; an instance without an answer starts again."""
-        with CancelScope(deadline=current_time() + _RETURN_S):
-            server = _server_of(former.cluster)
-            await asyncio.gather(*(self._move(name, moved, server) for name in tuple(moved)))
+        await self._move_all(moved, _server_of(former.cluster), current_time() + _RETURN_S)
         for name in self._left(moved):
             self._instances.kill(name)
 
@@ -251,11 +253,11 @@ class LayoutKeeper(LinkEnd):
     def kill(self, name: str) -> None:
         self.roles.kill(name)
 
-    async def move(self, name: str, address: str, layout: str) -> None:
+    async def move(self, name: str, address: str, layout: str, limit_s: float) -> None:
         """Through the controller.  Raises ControllerAwayError, or PeerEndedError."""
         if self.peer is None:
             raise ControllerAwayError("the controller is away")
-        await self.peer.call("move_instance", name, address, layout)
+        await self.peer.call("move_instance", name, address, layout, limit_s)
 
     @verb
     async def change_layout(self, layout: str, capacity: int, limit_s: float) -> str:

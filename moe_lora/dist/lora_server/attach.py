@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -412,8 +414,8 @@ class ServerLink:
 class LoraServerClient:
     """One client rank's links to server ranks, and their backend.
 
-    pushed: the backend over device puts, if any.  Raises ConfigError for an unfit layout, LoraServerError for
-    an absent server.
+    pushed: the backend over device puts, if any.  limit_s: for all first connections.  Raises ConfigError for
+    an unfit layout, LoraServerError for an absent server.
     """
 
     def __init__(
@@ -426,8 +428,10 @@ class LoraServerClient:
         client_rank: int = 0,
         client_ranks: int = 1,
         device: torch.device = CPU,
+        limit_s: float = math.inf,
     ) -> None:
         self.pushed: PushedBackend | None = None
+        self._end_s = time.monotonic() + limit_s
         self._server = server
         self._instance = instance
         self._keys = keys_in(server.certificates)
@@ -450,7 +454,7 @@ class LoraServerClient:
         }
         try:
             for link in self.links.values():
-                network().run(link.start(CONNECT_TIMEOUT_S))
+                network().run(link.start(self._connect_s))
         except BaseException:
             self.close()
             raise
@@ -473,6 +477,10 @@ class LoraServerClient:
         except LoraServerError as error:
             logger.warning("%s; rows go over lora_server.transport", error)
 
+    @property
+    def _connect_s(self) -> float:
+        return max(0.0, min(CONNECT_TIMEOUT_S, self._end_s - time.monotonic()))
+
     async def _join_rank(self, server_rank: int, timeout_s: float) -> Peer:
         leader = self._server.address, self._keys, self._hello
         address = await find_rank(*leader, server_rank, timeout_s)
@@ -485,7 +493,7 @@ class LoraServerClient:
         former: LeaseClient | None = None,
     ) -> LeaseClient:
         """The instance's leases, on its first rank."""
-        return LeaseClient(self._join_leader, self.store, on_change, CONNECT_TIMEOUT_S, on_failure, former)
+        return LeaseClient(self._join_leader, self.store, on_change, self._connect_s, on_failure, former)
 
     def take_over(self, former: LoraServerClient) -> None:
         """Have the backend of `former`, between steps."""

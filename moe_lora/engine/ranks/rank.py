@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -96,7 +97,7 @@ class Rank:
             if server is None or not server.partition.serves(i)
         ]
 
-    def reach(self, server: LoraServerConfig | None) -> LoraServerClient | None:
+    def reach(self, server: LoraServerConfig | None, limit_s: float = math.inf) -> LoraServerClient | None:
         """A connection to a LoRA Server, if any."""
         config = self.config
         if server is None:
@@ -111,6 +112,7 @@ class Rank:
             client_rank=self.dist_rank,
             client_ranks=config.expert_parallel,
             device=self.device,
+            limit_s=limit_s,
         )
 
     def move_to(self, server: LoraServerConfig, reached: LoraServerClient) -> LoraServerClient:

@@ -77,7 +77,7 @@ class Engine:
         self.host, self.name, self.errors = host, name, []
         self.on_error = lambda: None
 
-    async def call(self, verb: str, address: str, layout: str) -> None:
+    async def call(self, verb: str, address: str, layout: str, limit_s: float) -> None:
         if self.errors:
             self.on_error()
             raise self.errors.pop()
@@ -269,7 +269,7 @@ def test_a_change_that_is_given_up_returns_instances_whose_move_had_no_answer(
     """An instance without a second answer starts again; an instance that refused is let alone."""
     host, calls = Host(stack), []
 
-    async def silent(verb: str, address: str, layout: str) -> None:
+    async def silent(verb: str, address: str, layout: str, limit_s: float) -> None:
         calls.append((layout, host.file_layout, len(host.ranks.kept)))
         if layout == "EP4-PP1" or not answers:
             limits[-1].cancel()
@@ -290,9 +290,10 @@ def test_an_unwritable_file_ends_the_next_ranks(stack, monkeypatch):
     def fails(file: int, cluster: ClusterConfig) -> None:
         raise OSError("no room")
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="no room"):
+    with monkeypatch.context() as patch:
         patch.setattr(local_layout, "write_cluster", fails)
-        host.change("EP4-PP1")
+        with pytest.raises(OSError, match="no room"):
+            host.change("EP4-PP1")
     host.check_unchanged()
     host.change("EP4-PP1")
 

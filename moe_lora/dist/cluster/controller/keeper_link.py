@@ -91,11 +91,11 @@ class KeeperLink(LinkEnd):
         return address
 
     @verb
-    async def move_instance(self, name: str, address: str, layout: str) -> None:
+    async def move_instance(self, name: str, address: str, layout: str, limit_s: float) -> None:
         """Move an instance to this LoRA Server.  Raises EngineDeadError for an absent instance."""
         for instance in self._registry.live:
             if instance.name == name:
-                await instance.client.call("join_lora_server", address, layout)
+                await instance.client.call("join_lora_server", address, layout, limit_s)
                 return
         raise EngineDeadError(f"{name} does not serve now")
 
