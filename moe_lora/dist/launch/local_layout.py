@@ -261,16 +261,21 @@ class LayoutKeeper(LinkEnd):
 
     @verb
     async def change_layout(self, layout: str, capacity: int, limit_s: float) -> str:
-        async with self._changing:
-            address = await LayoutChange(self._own, self._file, self).to(layout, capacity, limit_s)
-        if self.peer is not None:  # a controller since the middle of the change has read the other address
-            self.peer.call("use_lora_server", address)
-        return address
+        try:
+            async with self._changing:
+                return await LayoutChange(self._own, self._file, self).to(layout, capacity, limit_s)
+        finally:
+            if self.peer is not None:  # the controller may be the next one
+                self._send_server(self.peer)
 
     async def _welcome(self, peer: Peer, caller: Dialler) -> None:
-        assert self._own.now is not None
-        peer.call("use_lora_server", _server_of(self._own.now.cluster).address)
+        self._send_server(peer)
         await self.serve(peer)
+
+    def _send_server(self, peer: Peer) -> None:
+        assert self._own.now is not None
+        address = _server_of(self._own.now.cluster).address
+        peer.call("use_lora_server", address, self._changing.locked())
 
 
 def _server_of(cluster: ClusterConfig) -> LoraServerConfig:

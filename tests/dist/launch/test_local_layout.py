@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -45,10 +45,12 @@ class Ranks:
     events: list[str]
     error: Exception | None = None
     hangs: bool = False
+    starts: list[asyncio.Future[None]] = field(default_factory=list)
 
     def add(self, role: Role) -> asyncio.Future[None]:
         self.kept.append(role.name)
         ready = asyncio.get_running_loop().create_future()
+        self.starts.append(ready)
         if self.error is not None:
             ready.set_exception(self.error)
         elif not self.hangs:
@@ -365,8 +367,8 @@ class Controller:
         self.relayout = None
         self.running = asyncio.create_task(KeeperLink(cluster, controlled).run())
 
-    def use_lora_server(self, address: str) -> None:
-        self.address = address
+    def use_lora_server(self, address: str, is_changing: bool) -> None:
+        self.address, self.is_changing = address, is_changing
 
     async def connected(self) -> None:
         while self.address is None:
@@ -432,11 +434,12 @@ def test_a_change_outlives_its_controller(stack, tmp_path):
             await asyncio.wait(ending)
             second = Controller(host)
             await second.connected()
-            assert second.address == "/f/lora-server"
+            assert (second.address, second.is_changing) == ("/f/lora-server", True)
             host.engines["instance-1"].errors = []
             while second.address == "/f/lora-server":
                 await asyncio.sleep(0.001)
             assert second.address == host.own.now.cluster.lora_server.address
+            assert not second.is_changing
             await second.end()
 
     asyncio.run(play())
@@ -444,6 +447,34 @@ def test_a_change_outlives_its_controller(stack, tmp_path):
     assert host.ranks.kept == [f"EP4-PP1 lora-server-{rank}" for rank in range(4)]
     assert host.file_layout == "EP4-PP1"
     assert not host.killed
+
+
+def test_the_next_controller_hears_that_a_change_is_given_up(stack, tmp_path):
+    host = Host(stack)
+    host.ranks.hangs = True
+
+    async def play() -> None:
+        async with kept_by(host, tmp_path):
+            first = Controller(host)
+            await first.connected()
+            assert not first.is_changing
+            asking = asyncio.ensure_future(first.relayout("EP4-PP1", 7, PATIENCE_S))
+            while len(host.ranks.kept) < 6:
+                await asyncio.sleep(0.001)
+            await first.end()
+            with pytest.raises(ConnectionError):
+                await asking
+            second = Controller(host)
+            await second.connected()
+            assert second.is_changing
+            host.ranks.starts[-1].set_exception(ConfigError("no memory"))
+            while second.is_changing:
+                await asyncio.sleep(0.001)
+            assert second.address == "/f/lora-server"
+            await second.end()
+
+    asyncio.run(play())
+    host.check_unchanged()
 
 
 def test_an_end_of_the_keeper_ends_a_change(stack, tmp_path):

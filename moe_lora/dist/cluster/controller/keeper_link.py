@@ -100,8 +100,8 @@ class KeeperLink(LinkEnd):
         raise EngineDeadError(f"{name} does not serve now")
 
     @verb
-    async def use_lora_server(self, address: str) -> None:
-        self._provision.use_lora_server(address)
+    async def use_lora_server(self, address: str, is_changing: bool) -> None:
+        self._provision.use_lora_server(address, is_changing)
 
 
 _KEEPER, _CONTROLLER = Interface(KeeperCalls), Interface(verbs_of(KeeperLink))
