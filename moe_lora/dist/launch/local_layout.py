@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Another layout for the LoRA Server of a serving host.
 
-Ranks of the next layout start beside the former ones and read the same store: a register sends no bytes.
-Once they are ready, the instances' file names them, instances move, and the former ranks end.  Meanwhile the
-host holds both arenas.
+Ranks of the next layout start beside the former ranks and read the same store: a register sends no bytes.
+Then the instances' file names the next ranks, instances move, and the former ranks end.  Meanwhile the host
+has both arenas.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class LayoutChange:
         """Have this layout; returns the server's address.
 
         Raises ConfigError for an impossible layout, LoraServerError after limit_s, or the error of a failed
-        start or move; then all is as before.
+        start or move; then the former layout stays.
         """
         former = self._own.now
         assert former is not None
@@ -175,7 +175,7 @@ class LayoutChange:
             await asyncio.gather(*(self._move(name, moving, server, end_s) for name in tuple(moving)))
 
     async def _move(self, name: str, moving: dict[str, int], server: LoraServerConfig, end_s: float) -> None:
-        """Move an instance, and take its process out of `moving`; returns at a refusal, or its end."""
+        """Move an instance, and remove its process from `moving`; returns at a refusal or an end too."""
         problem = LastProblem()
         while name in self._left(moving):
             if name in self._instances.serving:
@@ -201,11 +201,11 @@ class LayoutChange:
             self._instances.kill(name)
 
     def _left(self, moving: dict[str, int]) -> list[str]:
-        """Instances whose process knows the former server only."""
+        """Instances with a process of the former server."""
         return [name for name, process in moving.items() if self._instances.running.get(name) == process]
 
     async def _start_again(self, name: str, limit_s: float) -> None:
-        """By the new file; returns once the instance serves, or after limit_s."""
+        """Restart by the new file; returns after limit_s at most."""
         logger.error("%s did not move to the next LoRA Server, and is started again", name)
         former = self._instances.running.get(name)
         self._instances.kill(name)
@@ -215,10 +215,10 @@ class LayoutChange:
 
 
 class LayoutKeeper(LinkEnd):
-    """Changes the layout for a separate controller, which reaches the instances.
+    """Changes the layout for a separate controller.
 
     A change outlives the controller: the next controller moves the remaining instances.  file: of the
-    instances.  roles: set at their start.
+    instances.  roles: set at the start of roles.
     """
 
     roles: HostRoles
@@ -265,6 +265,7 @@ class LayoutKeeper(LinkEnd):
             async with self._changing:
                 return await LayoutChange(self._own, self._file, self).to(layout, capacity, limit_s)
         finally:
+            logger.info("the change ends: the LoRA Server is %s", self._server.layout)
             if self.peer is not None:  # the controller may be the next one
                 self._send_server(self.peer)
 
@@ -273,9 +274,12 @@ class LayoutKeeper(LinkEnd):
         await self.serve(peer)
 
     def _send_server(self, peer: Peer) -> None:
+        peer.call("use_lora_server", self._server.address, self._changing.locked())
+
+    @property
+    def _server(self) -> LoraServerConfig:
         assert self._own.now is not None
-        address = _server_of(self._own.now.cluster).address
-        peer.call("use_lora_server", address, self._changing.locked())
+        return _server_of(self._own.now.cluster)
 
 
 def _server_of(cluster: ClusterConfig) -> LoraServerConfig:

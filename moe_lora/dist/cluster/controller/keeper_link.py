@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A separate controller and the host's keeper of processes change the LoRA Server's layout together.
+"""The link between a separate controller and the host's keeper of processes, for changes of layout.
 
-The keeper starts and ends ranks, the controller reaches instances, and each calls the other.
+The keeper starts and ends ranks of the LoRA Server.  The controller moves instances.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def keeper_socket(cluster: ClusterConfig) -> str:
-    """The keeper listens there."""
+    """Address of the keeper."""
     return f"{cluster.folder_of_sockets}/keeper"
 
 
@@ -36,7 +36,7 @@ class KeeperCalls(typing.Protocol):
 
 
 class LinkEnd:
-    """Answers calls of the other end by its verbs, side by side; belongs to one event loop."""
+    """Answers calls by verbs, in parallel; belongs to an event loop."""
 
     def __init__(self) -> None:
         self.peer: Peer | None = None
