@@ -87,11 +87,11 @@ def _options(function: Any) -> Any:
 def provision(**options: Any) -> None:
     """The smallest cluster that holds a trace's load, prompts included, within two SLOs.
 
-    Instances hold adapters beside their weights, or a LoRA Server does (InfiniLoRA section 4.2): the cheaper
-    kind is the answer.  Models of admission, steps and loads say where to look; the plan is the smallest
-    cluster near there that holds in a simulation, which takes seconds.  Exit status: 0, a plan that holds; 1,
-    none was found or --verify missed a target, and the first line says why; 2, options or files that can't be
-    used.
+    Instances hold adapters beside their weights, and some may compute prompts alone, or a LoRA Server has
+    the adapters (InfiniLoRA section 4.2): the cheapest kind is the answer.  Models of admission, steps and
+    loads say where to look; the plan is the smallest cluster near there that holds in a simulation, which
+    takes seconds.  Exit status: 0, a plan that holds; 1, none was found or --verify missed a target, and the
+    first line says why; 2, options or files that can't be used.
     """
     from moe_lora.core.errors import SloError
     from moe_lora.provision.plan.compared import checked_plan

@@ -228,7 +228,9 @@ def _sized(plan: Plan) -> Iterator[tuple[str, str]]:
 def _expected(plan: Plan) -> Iterator[tuple[str, str]]:
     given, ms = plan.inputs, plan.layer_ms
     each = f"{plan.batch_per_instance:.1f} requests each"
-    yield "Instances", f"{plan.instances} of {_gpus(plan.instance_gpus)}, {each}"
+    prompts = f"; {plan.prefill_instances} for prompts" if plan.prefill_instances else ""
+    decoding = plan.instances - plan.prefill_instances
+    yield "Instances", f"{decoding} of {_gpus(plan.instance_gpus)}, {each}{prompts}"
     slo = f"SLO {given['slo_ttft_s']:g} s"
     if plan.p95_ttft_s is None:
         yield "P95 TTFT", f"not known: fewer than 95 % start at once, so the tail queues ({slo})"

@@ -81,7 +81,7 @@ def _bin(age_s: float) -> int:
 
 
 MAX_GHOSTS = 1 << 14
-"""Remembered dropped nodes, in 3 MB, oldest out first."""
+"""Dropped nodes, in 3 MB, oldest out first."""
 
 
 class Ghosts:
@@ -157,7 +157,7 @@ _COLUMNS = (
 class Columns:
     """A row per node; rows of removed nodes are reused.
 
-    flags: `flags_of`.  tenant: of the last request.  adapter_recent_s: time constant of decayed visits.
+    flags: `flags_of`.  tenant: of the last request.
     """
 
     def __init__(self, adapter_recent_s: float, *, block_size: int, learns_reuse: bool) -> None:
@@ -258,7 +258,7 @@ class Columns:
             self.tenant[row] = tenant
 
     def refresh_reuse(self, now_s: float) -> None:
-        """Update `reuse` with the present nodes, if due."""
+        """Update `reuse`, if due."""
         if self.reuse.is_due(now_s):
             rows = np.flatnonzero(self.visits[: len(self.nodes)])
             uses = np.where(

@@ -28,15 +28,14 @@ class NodeMover:
         self.held: set[Node] = set()
         self.moving: dict[int, Node] = {}
         self.num_device_adapters = 0
-        """With device pages, arriving included."""
+        """Arriving adapters included."""
         self.orders: list[Order] = []
         self._copy_ids = itertools.count()
         self.any_dying = False
-        """`sweep` may free nodes."""
         self._to_sweep: list[int] = []
 
     def can_leave(self, node: Node) -> bool:
-        """True for an idle leaf of the device."""
+        """True for an idle device leaf."""
         return bool(self.tree.columns.flags[node.row] & CAN_LEAVE)
 
     def pin(self, node: Node) -> None:
@@ -55,7 +54,7 @@ class NodeMover:
             self.tree.refresh(node)
 
     def bring_in(self, node: Node, pages: list[int]) -> None:
-        """Order the node's bytes into these device pages."""
+        """Order the bytes into these device pages."""
         copy_id = next(self._copy_ids)
         order: Order
         if node.host_pages is not None:
@@ -72,12 +71,12 @@ class NodeMover:
             self.counters.adapter_loads += 1
 
     def settle(self, node: Node, pages: list[int]) -> None:
-        """The node's bytes are in these device pages already."""
+        """The bytes are in these device pages already."""
         self.device.hand_over(pages, node.row)
         self._set_device(node, pages)
 
     def send_out(self, node: Node, host_pages: list[int], *, leaves: bool) -> None:
-        """Order the node's bytes into host pages; leaves: then free the device pages."""
+        """Order the bytes into host pages; leaves: then free the device pages."""
         assert node.device_pages is not None
         copy_id = next(self._copy_ids)
         device_pages = tuple(node.device_pages)
@@ -147,7 +146,7 @@ class NodeMover:
         return self.any_dying
 
     def split(self, node: Node, num_blocks: int) -> Node:
-        """Cut a KV node after num_blocks; returns the new first part."""
+        """Cut a KV node; returns the new first part."""
         head = self.tree.split(node, num_blocks)
         for tier, pages in ((self.device, head.device_pages), (self.host, head.host_pages)):
             if pages is not None:
@@ -219,7 +218,7 @@ class NodeMover:
         parent = node.parent
         if parent is not None:
             parent.num_device_children += -1 if pages is None else 1
-            if not (parent.pins or parent.moving_in):  # a busy parent can't leave anyway
+            if not (parent.pins or parent.moving_in):  # a busy parent can't leave
                 self.tree.refresh(parent)
         if node.num_children > node.num_device_children and not node.gone:  # none below a dying node
             for child in self.tree.children(node):

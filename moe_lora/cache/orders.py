@@ -13,15 +13,15 @@ Namespace = Hashable
 
 
 class Readiness(Enum):
-    """Readiness of an adapter; the cache never returns HOST_COMPUTABLE."""
+    """The cache never returns HOST_COMPUTABLE."""
 
     READY = "ready"
     LOADING = "coming"
-    """Held, with a load under way."""
+    """Held, and loading."""
     HOST_COMPUTABLE = "host_computable"
     """As LOADING; host workers compute deltas meanwhile."""
     NO_ROOM = "no_room"
-    """Not held: no evictable pages now."""
+    """Not held: no evictable pages."""
 
 
 class Copy(NamedTuple):
@@ -54,7 +54,7 @@ Order = Copy | LoadAdapter
 
 @dataclass
 class CacheCounters:
-    """Totals; a hit counts once per `hold` or `match`.  Query tokens are hit and computed tokens."""
+    """Totals; a hit counts once per `hold` or `match`.  Query tokens: hit and computed tokens."""
 
     adapter_hits: int = 0
     adapter_misses: int = 0

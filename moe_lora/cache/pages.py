@@ -26,7 +26,7 @@ class PageAllocator:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.num_free = num_pages
-        # A byte per page, 1 if free: quicker than an array.
+        # 1 if free; bytes are quicker than an array.
         self._free = bytearray(b"\1") * num_pages
         self._end = num_pages  # no free page from here on
 
@@ -44,7 +44,7 @@ class PageAllocator:
         return taken
 
     def alloc_run(self, num_pages: int) -> int | None:
-        """First page of the lowest free run of `num_pages`, or None."""
+        """First page of the lowest free run, or None."""
         if num_pages < 1:
             raise ValueError(f"num_pages={num_pages} must be 1 or more")
         edges = np.flatnonzero(np.diff(np.frombuffer(self._free, np.int8), prepend=0, append=0))
@@ -72,11 +72,11 @@ class PageAllocator:
 
 
 FREE, PRIVATE = -1, -2
-"""Owners without a row: free, and a sequence's blocks outside the tree."""
+"""Free, and a sequence's blocks outside the tree."""
 
 
 class Tier(PageAllocator):
-    """Pages of a tier, with owners.
+    """Pages with owners.
 
     owner: [num_pages] int64, a row of `Columns`, `FREE` or `PRIVATE`.
     """
@@ -84,11 +84,11 @@ class Tier(PageAllocator):
     def __init__(self, num_pages: int) -> None:
         super().__init__(num_pages)
         self.owner: NDArray[np.int64] = np.full(num_pages, FREE, dtype=np.int64)
-        self._owner = self.owner.data  # same memory, quicker per element
+        self._owner = self.owner.data  # quicker per element
         self.num_kv = self.num_adapter = 0
 
     def take(self, num_pages: int, owner: int, *, is_adapter: bool = False) -> list[int] | None:
-        """Any pages, the highest first; None if too few."""
+        """The highest pages; None if too few."""
         pages = self.alloc_pages(num_pages)
         if pages is not None:
             self.hand_over(pages, owner)
@@ -96,7 +96,7 @@ class Tier(PageAllocator):
         return pages
 
     def take_runs(self, lengths: Sequence[int], owner: int) -> list[int] | None:
-        """Runs of these lengths from the bottom, preferably one; None without fit."""
+        """Runs of these lengths from the bottom, preferably one; or None."""
         total = sum(lengths)
         if total > self.num_free:
             return None
@@ -115,7 +115,7 @@ class Tier(PageAllocator):
         return pages
 
     def hand_over(self, pages: Sequence[int], owner: int) -> None:
-        """Change the pages' owner, within the same kind."""
+        """Change the owner, within the same kind."""
         owners = self._owner
         for page in pages:
             owners[page] = owner
@@ -135,19 +135,17 @@ class Tier(PageAllocator):
 
 @dataclass(eq=False)
 class BlockTable:
-    """Device pages of a sequence; pages of the tree come first."""
+    """Device pages of a sequence; the tree's come first."""
 
     namespace: Namespace
     salt: str = ""
-    """Only sequences of the same salt share pages."""
     tenant: int = 0
     pages: list[int] = field(default_factory=list)
     num_shared: int = 0
-    """Pages of the tree."""
     num_matched: int = 0
     """Tokens found by `UnifiedCache.match`."""
     tail: Node | None = None
-    """Deepest used tree node, pinned with all ancestors."""
+    """Deepest used node, pinned with all ancestors."""
     owns_tail: bool = False
     """This sequence may lengthen the tail."""
     arriving: list[Node] = field(default_factory=list)
@@ -155,13 +153,13 @@ class BlockTable:
 
     @property
     def ready(self) -> bool:
-        """True if all matched nodes are on the device."""
+        """True if matched nodes are on the device."""
         self.arriving = [node for node in self.arriving if not node.on_device]
         return not self.arriving
 
     @property
     def lost(self) -> bool:
-        """An awaited copy failed: release the table and match again."""
+        """A copy failed: release the table and match again."""
         return any(node.lost for node in self.arriving)
 
 
@@ -173,7 +171,7 @@ def encode(tokens: Sequence[int]) -> bytes:
 def encode_more(encoded: bytes, tokens: Sequence[int], most: int, num_bytes: int) -> bytes:
     """Lengthen `encoded`, a prefix of the first `most` tokens, to at least `num_bytes` within them.
 
-    Encodes in doubling steps: most of a long prompt is usually never looked up.
+    In doubling steps: a long prompt is seldom looked up whole.
     """
     done = len(encoded) // TOKEN_BYTES
     upto = min(most, max(2 * done, ENCODED_AT_ONCE, num_bytes // TOKEN_BYTES))
@@ -186,26 +184,23 @@ class Node:
 
     namespace: Namespace
     row: int
-    """In `Columns`."""
     num_pages: int
     parent: Node | None = None
     adapter: Node | None = None
     layer_pages: tuple[int, ...] | None = None
     tokens: bytes = b""
     first_token: int = 0
-    """Number of earlier prompt tokens."""
+    """Earlier prompt tokens."""
     recalled: int = 0
     """Bytes of tokens with found ghosts."""
     device_pages: list[int] | None = None
     host_pages: list[int] | None = None
     moving_in: bool = False
-    """A copy to the device is under way."""
     moving_out: bool = False
-    """A copy to the host is under way."""
     leaves: bool = False
     """Device pages go after the copy."""
     pins: int = 0
-    """Users; a pinned node and all ancestors stay on the device."""
+    """Pinned nodes and ancestors stay on the device."""
     num_children: int = 0
     num_device_children: int = 0
     heir: Node | None = None
@@ -217,7 +212,7 @@ class Node:
     failed: bool = False
     """The last load failed; only a request loads again."""
     reachable: bool = True
-    """False for an adapter neither here nor on the LoRA Server."""
+    """False: neither here nor on the LoRA Server."""
     is_whole: bool = False
     """KV, never cut."""
 
@@ -259,7 +254,7 @@ ONLY_IDLE = CAN_LEAVE | CAN_BACK_UP
 
 
 def flags_of(node: Node, *, keeps_dependencies: bool) -> int:
-    """The node's flag bits; keeps_dependencies: KV needs the adapter on the device."""
+    """Flag bits; keeps_dependencies: see `Traits`."""
     device, host = node.device_pages is not None, node.host_pages is not None
     is_adapter, dying = node.layer_pages is not None, node.dying
     flags = DYING if dying else 0
@@ -275,7 +270,7 @@ def flags_of(node: Node, *, keeps_dependencies: bool) -> int:
         flags |= CAN_LEAVE_HOST
     if not device:
         parent = node.parent
-        follows = parent is None or parent.device_pages is not None  # or is on its way there
+        follows = parent is None or parent.device_pages is not None  # or on its way
         if parent is not None and parent.is_adapter and not keeps_dependencies:
             follows = True
         if (host or (is_adapter and not node.failed)) and not dying and follows:

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 BATCH = 256
 """Victims ranked at once."""
 CHUNK = 8192
-"""Rows valued at once, within the processor's cache."""
+"""Within the processor's cache."""
 FRESH_S, HOST_FRESH_S = 0.1, 1.0
 """Age of a ranking of victims before the next."""
 SOON_S_PER_NODE = 1e-5
-"""Age per node before `Ranking.leaving_soon` looks at all nodes again: 2 % of the time."""
+"""Age per node before `Ranking.leaving_soon` looks anew: 2 % of the time."""
 LEAVING_SHARE = 0.2
-"""Part of the device backed up, for immediate eviction."""
+"""Backed up for immediate eviction."""
 BATCH_WINDOW_S = 5.0
 """Averaging time of the batch size (FastLibra, section 5.1)."""
 
@@ -51,7 +51,7 @@ class Kind(Enum):
 
 
 class Ranking:
-    """Values of candidates by the policy; holdings beyond shares go first.
+    """Values of candidates; holdings beyond shares go first.
 
     A batch of victims, per kind and tenant, lasts `FRESH_S`, except victims used since.  shares: None before
     the second tenant.
@@ -65,7 +65,6 @@ class Ranking:
         self.columns = mover.tree.columns
         self.num_queries = 0
         self.batches: deque[tuple[float, int]] = deque()
-        """Time and number of running requests."""
         self._queues: dict[tuple[Kind, int], list[tuple[Node, float]]] = {}
         self._ranked_s: dict[tuple[Kind, int], float] = {}
         self._within: set[tuple[Kind, int]] = set()
@@ -76,7 +75,7 @@ class Ranking:
 
     @property
     def asking(self) -> int:
-        """The tenant that room is made for."""
+        """The tenant in need of room."""
         return NOBODY if self.shares is None else self.shares.asking
 
     def load(self, now_s: float) -> CacheLoad:
@@ -93,7 +92,7 @@ class Ranking:
         )
 
     def values(self, rows: NDArray[np.int64], now_s: float, *, host: bool = False) -> Floats:
-        """[N]: the policy's values, 0 for dying nodes; host: of the host copies."""
+        """[N]: the policy's values, 0 for dying nodes; host: of host copies."""
         ask = self.policy.host_values if host else self.policy.values
         load, values = self.load(now_s), np.empty(len(rows))
         for start in range(0, len(rows), CHUNK):
@@ -147,7 +146,7 @@ class Ranking:
         return self.nodes(self._enough(ascending(rows[useful], -values[useful], num_pages), num_pages))
 
     def victim(self, kind: Kind, now_s: float) -> Node | None:
-        """The next node to evict, or None."""
+        """The next victim, or None."""
         if self._num_loads != (num_loads := self.mover.counters.adapter_loads):
             self._num_loads = num_loads
             for within in self._within:  # a tenant may be beyond its share now
@@ -221,7 +220,7 @@ class Ranking:
     def leaving_soon(self, now_s: float) -> NDArray[np.int64]:
         """Rows of the device's least valued idle nodes, `LEAVING_SHARE` of the pages.
 
-        Reuses a result for `SOON_S_PER_NODE` per node, without nodes used since.
+        Valid for `SOON_S_PER_NODE` per node, without nodes used since.
         """
         columns, asking = self.columns, self.asking
         if now_s >= self._soon_until_s or asking != self._soon_asking:

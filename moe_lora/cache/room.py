@@ -40,7 +40,7 @@ class Room:
             kv_pages = num_pages - self.max_adapter_pages
         self.max_kv_pages = kv_pages if max_kv_pages is None else min(kv_pages, max_kv_pages)
         self._saving: dict[Node, tuple[int, list[Node], float]] = {}
-        """An adapter's window, the nodes to save before, and the time of the choice."""
+        """An adapter's window, the nodes to save, and the time of the choice."""
 
     def blocked_rows(self, *, moving: bool = True) -> NDArray[np.bool_]:
         """[rows]: True for pinned and (by default) moving nodes and ancestors."""
@@ -66,7 +66,7 @@ class Room:
     def _row_costs(
         self, blocked: NDArray[np.bool_], now_s: float
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """[rows]: eviction order, and value lost per page; an adapter includes dependent KV."""
+        """[rows]: eviction order, and value lost per page, dependent KV included."""
         columns = self._columns
         costs, order = np.zeros(len(columns)), np.zeros(len(columns), np.int64)
         rows = columns.where(HAS_DEVICE_PAGES)
@@ -98,7 +98,7 @@ class Room:
                 self.mover.drop(lower)
 
     def take_host(self, node: Node, now_s: float) -> list[int] | None:
-        """Host pages, from backed nodes first, then the least valued; None if too few."""
+        """Host pages, from backed nodes, then the least valued; None if too few."""
         if node.num_pages > self._host.num_pages:
             return None
         while self._host.num_free < node.num_pages:
@@ -184,7 +184,7 @@ class Room:
         )
 
     def _clear_runs(self, adapter: Node, now_s: float) -> list[int] | None:
-        """A run of pages per layer, in one cleared window if possible; None if not yet."""
+        """A run of pages per layer, if possible in one window; None if not yet."""
         assert adapter.layer_pages is not None
         num_pages = adapter.num_pages
         saving = self._saving.get(adapter)
@@ -211,7 +211,7 @@ class Room:
         return not ((owner == PRIVATE).any() or self.blocked_rows()[owner[owner >= 0]].any())
 
     def _page_costs(self, now_s: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """[P]: cost by eviction order (WITHIN outweighs any number below), and value lost."""
+        """[P]: cost by eviction order (WITHIN outweighs lower orders), and value lost."""
         owner, blocked = self._device.owner, self.blocked_rows()
         of_row, lost = self._row_costs(blocked, now_s)
         owned = owner >= 0
@@ -273,10 +273,7 @@ class Room:
         return bool(saved)
 
     def _clear_separate_runs(self, node: Node, now_s: float) -> list[int] | None:
-        """A separate run per layer, clearing windows as needed.
-
-        Runs are PRIVATE until the last exists: no later window includes a run.
-        """
+        """Runs are PRIVATE until the last exists: no later window includes a run."""
         assert node.layer_pages is not None
         pages: list[int] = []
         costs = self._page_costs(now_s)

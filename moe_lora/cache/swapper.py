@@ -16,7 +16,7 @@ from .room import Room
 
 
 class KnownValues:
-    """`Ranking.values` at one moment, computed on first use; valid while rows keep their nodes."""
+    """`Ranking.values` at one moment, on first use; valid while rows keep their nodes."""
 
     def __init__(self, ranking: Ranking, now_s: float) -> None:
         self._ranking = ranking
@@ -25,7 +25,7 @@ class KnownValues:
         self._order: NDArray[np.int64] | None = None
 
     def of(self, rows: NDArray[np.int64]) -> Floats:
-        """[N]: values of these rows."""
+        """[N]: values."""
         unknown = rows[np.isnan(self._known[rows])]
         if unknown.size:
             self._known[unknown] = self._ranking.values(unknown, self._now_s)
@@ -46,11 +46,11 @@ class KnownValues:
 WORTH = 2.0
 """Least ratio of an entering node's value to its victims', against alternation."""
 MAX_ENTERING = 8
-"""Most exchanged nodes per tick, blocking the engine's thread."""
+"""Exchanged nodes per tick, blocking the engine's thread."""
 MAX_MOVES = 256
-"""Most nodes moved per tick, each way."""
+"""Per tick, each way."""
 MAX_ROUNDS = 8
-"""Most passes of a tick over candidates."""
+"""Passes of a tick over candidates."""
 BACK_UPS = 20
 """Ticks to back up the whole device."""
 
@@ -58,7 +58,7 @@ BACK_UPS = 20
 class Swapper:
     """Keeps the used share of device pages between `lower` and `upper`.
 
-    Above, the least valued leaves go to the host; below, the most valued host roots come back.  With an
+    Above, the least valued leaves go to the host; below, the most valued host roots return.  With an
     exchanging policy, host nodes also replace less valued, backed nodes.
     """
 
@@ -113,14 +113,14 @@ class Swapper:
         return True
 
     def want(self, needed: Iterable[list[Node]]) -> None:
-        """Set the nodes of queued requests."""
+        """Set nodes of queued requests."""
         wanted = self._columns.wanted
         wanted[:] = 0
         self._wanted = [node for nodes in needed for node in nodes]
         np.add.at(wanted, [node.row for node in self._wanted], 1)
 
     def candidates_out(self, *, is_adapter: bool | None) -> NDArray[np.int64]:
-        """Rows of swap candidates: all, only adapters, or only KV."""
+        """Swap candidates: all, only adapters, or only KV."""
         columns = self._columns
         rows = columns.where(CAN_LEAVE)
         if is_adapter is not None:
@@ -203,7 +203,7 @@ class Swapper:
             self._mover.send_out(node, pages, leaves=False)
 
     def _exchange(self, now_s: float) -> None:
-        """Bring in the most valued nodes for the least valued victims.
+        """Bring in the most valued nodes.
 
         A kind at the limit without victims does not block the other.  Pages under way are at most half of a
         tick's back-ups.
@@ -260,7 +260,7 @@ class Swapper:
         return victims if missing <= 0 else None
 
     def _over_limit(self, entering: Node) -> int:
-        """Pages of this kind to evict despite free pages; 1 for any adapter."""
+        """Pages of this kind to evict despite free pages; 1 for adapters."""
         if entering.is_adapter:
             return int(self._mover.num_device_adapters >= self._room.max_adapters)
         return self._device.num_kv + entering.num_pages - self._room.max_kv_pages

@@ -20,7 +20,7 @@ _ROOT = "root"
 class DependencyTree:
     """Structure, and the movable nodes.
 
-    keeps_dependencies: a KV node is on the device only with its adapter.
+    keeps_dependencies: see `Traits`.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class DependencyTree:
         return low
 
     def child(self, parent: Node, tokens: bytes) -> Node | None:
-        """The child with the first block of these tokens."""
+        """The child of these tokens' first block."""
         return self._child.get((parent, tokens[: self._block_bytes]))
 
     def split(self, node: Node, num_blocks: int) -> Node:
@@ -157,7 +157,7 @@ class DependencyTree:
         return head
 
     def lengthen(self, node: Node, tokens: bytes, pages: list[int], now_s: float) -> None:
-        """Append blocks to a leaf that is on the device only."""
+        """Append blocks to a leaf on the device only."""
         assert node.device_pages is not None
         node.tokens += tokens
         node.device_pages += pages
@@ -196,7 +196,7 @@ class DependencyTree:
         self.columns.give_back(node.row)
 
     def keep(self, node: Node) -> None:
-        """The node has its first pin: a faster `refresh`."""
+        """The first pin: a faster `refresh`."""
         flags, row = self.columns.flags, node.row
         flags[row] = flags.item(row) & ~ONLY_IDLE
 

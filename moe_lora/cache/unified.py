@@ -38,7 +38,7 @@ MAX_SALTS = 10_000
 SWAP_OUT_ABOVE = 0.95
 """Pages move out above this used share of the device."""
 SWAP_IN_BELOW = 0.7
-"""Pages move in below this used share of the device."""
+"""Pages move in below this used share."""
 
 
 class UnifiedCache:
@@ -64,7 +64,7 @@ class UnifiedCache:
         lower: float = SWAP_IN_BELOW,
         make_tree: Callable[..., DependencyTree] = DependencyTree,
     ) -> None:
-        """block_size: tokens per KV page.  max_kv_pages: on the device, cached included.  max_adapters: with
+        """block_size: tokens per page.  max_kv_pages: on the device, cached included.  max_adapters: with
         device pages.  upper, lower: see `tick`.
         """
         if not 0 <= lower <= upper <= 1:
@@ -85,7 +85,7 @@ class UnifiedCache:
         self._salts: OrderedDict[str, int] = OrderedDict()
         self._salt_numbers = count(1)
         self.asker = ANYBODY
-        """Tenant and share of later holds and matches."""
+        """Tenant of later holds and matches."""
         self._tenant = NOBODY
         self._asked_s = -math.inf
         self._block_size = block_size
@@ -103,7 +103,7 @@ class UnifiedCache:
         self._tenant = FIRST if shares is None else shares.ask(tenant, share, now_s)
 
     def _divide(self) -> None:
-        """Start shares; earlier use counts for the first tenant."""
+        """Earlier use counts for the first tenant."""
         from moe_lora.policies.caching.arena_shares import ArenaShares
 
         self._ranking.shares = ArenaShares()
@@ -149,10 +149,10 @@ class UnifiedCache:
         self._mover.let_die(self._tree.adapters[namespace])
 
     def clear_history(self, namespaces: Iterable[Namespace]) -> None:
-        """Make their KV unfindable; pages in use are free with the last user."""
+        """Make KV unfindable; used pages are free with the last user."""
         for namespace in namespaces:
             for node in list(self._tree.children(self._tree.adapters[namespace])):
-                if not node.gone:  # `let_die` frees dying nodes, later ones of this list too
+                if not node.gone:  # `let_die` frees later nodes of this list too
                     self._mover.let_die(node)
 
     def evict_all(self) -> None:
@@ -167,7 +167,7 @@ class UnifiedCache:
                 self._mover.drop_host(node)
 
     def hold(self, namespace: Namespace, now_s: float, *, again: bool = False) -> Readiness:
-        """Pin the adapter for a request; load it if needed, evicting the least valued nodes.
+        """Pin the adapter for a request; load if needed, evicting the least valued nodes.
 
         NO_ROOM: not pinned; no page is evictable, or history is still being saved.  Counts as a visit except
         with `again`.  The base is always READY.
@@ -194,7 +194,7 @@ class UnifiedCache:
         return Readiness.LOADING if node.moving_in else Readiness.NO_ROOM
 
     def let_go(self, namespace: Namespace, now_s: float) -> None:
-        """Undo a `hold`, after the release of the request's table."""
+        """Undo a `hold`, after the table's release."""
         node = self._tree.adapters[namespace]
         self._mover.unpin(node)
         if not self._traits.keeps_idle_adapters and self._mover.can_leave(node):
@@ -203,7 +203,7 @@ class UnifiedCache:
             self._mover.sweep()
 
     def pin(self, namespace: Namespace) -> None:
-        """Keep the adapter on the device until `unpin`."""
+        """Keep on the device until `unpin`."""
         self._mover.pin(self._tree.adapters[namespace])
 
     def unpin(self, namespace: Namespace) -> None:
@@ -212,7 +212,7 @@ class UnifiedCache:
         self._mover.sweep()
 
     def layer_first_pages(self, namespace: Namespace) -> tuple[int, ...]:
-        """Start of each layer's run on the device, -1: empty.
+        """Start of each layer's run, -1: empty.
 
         Raises ValueError if the adapter is neither READY nor LOADING.
         """
@@ -287,10 +287,10 @@ class UnifiedCache:
         return True
 
     def keep_private(self, table: BlockTable) -> None:
-        """In place of `publish`: the table's further blocks are for nobody else."""
+        """In place of `publish`: further blocks are not shared."""
 
     def publish(self, table: BlockTable, tokens: Sequence[int], num_computed: int, now_s: float) -> None:
-        """Make the full blocks of the first `num_computed` tokens findable.
+        """Make full blocks of the first `num_computed` tokens findable.
 
         Equal blocks merge: `table.pages` may change.
         """
@@ -318,7 +318,7 @@ class UnifiedCache:
                 return
 
     def release(self, table: BlockTable, now_s: float) -> None:
-        """Release the pages; findable blocks stay if the policy keeps history."""
+        """Findable blocks stay if the policy keeps history."""
         tail = table.tail
         self._mover.device.give_back(table.pages[table.num_shared :])
         table.pages, table.num_shared, table.arriving = [], 0, []
@@ -331,16 +331,16 @@ class UnifiedCache:
             self._mover.sweep()
 
     def tick(self, now_s: float, batch_size: int) -> bool:
-        """Forget a slice, then swap out above `upper`, in below `lower`; call every 100 ms.
+        """Forget a slice, then swap out above `upper`, in below `lower`; every 100 ms.
 
-        Returns True if more is to be forgotten.  batch_size: running requests (equation 3).
+        True if more is to be forgotten.  batch_size: running requests (equation 3).
         """
         if self._ranking.shares is not None:
             self._ranking.shares.make_room_for(NOBODY, now_s)
         return self._swapper.tick(now_s, batch_size)
 
     def look_ahead(self, queued: Iterable[tuple[Namespace, Sequence[int], str]]) -> None:
-        """Set adapters and prefixes (tokens and salt) of next requests."""
+        """Set next requests' adapters and prefixes (tokens and salt)."""
         if self._traits.looks_ahead:
             self._swapper.want(
                 self._find(namespace, self._salted(tokens, salt) if salt else tokens)
@@ -348,14 +348,14 @@ class UnifiedCache:
             )
 
     def _salted(self, tokens: Sequence[int], salt: str) -> Sequence[int]:
-        """The prompt with the salt in the first token, outside any vocabulary."""
+        """The salt goes into the first token, outside any vocabulary."""
         number = self._salts[salt] = self._salts.pop(salt, 0) or next(self._salt_numbers)
         if len(self._salts) > MAX_SALTS:
             self._salts.popitem(last=False)
         return [tokens[0] + (number << SALT_SHIFT), *tokens[1:]]
 
     def note_remote(self, namespace: Namespace, ready: bool) -> None:
-        """Set the presence of a page-less adapter on the LoRA Server."""
+        """Presence of a page-less adapter on the LoRA Server."""
         node = self._tree.adapters[namespace]
         node.reachable = ready
         self._tree.refresh(node)
@@ -374,11 +374,11 @@ class UnifiedCache:
         return orders
 
     def copied(self, copy_id: int) -> None:
-        """An order is done.  Raises KeyError for an unknown id."""
+        """Raises KeyError for an unknown id."""
         self._mover.copied(copy_id)
 
     def failed(self, copy_id: int) -> None:
-        """An order failed.  Waiters are lost (`BlockTable.lost`, `readiness` NO_ROOM)."""
+        """Waiters are lost (`BlockTable.lost`, `readiness` NO_ROOM)."""
         self._mover.failed(copy_id)
 
     def usage(self) -> dict[str, int]:

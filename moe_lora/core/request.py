@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+import struct
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -21,8 +22,8 @@ MAX_LOGPROBS = 20
 MAX_LOGPROB_IDS = 128
 NO_TOKEN = -1
 """Fills short rows of `prompt_logprob_token_ids`."""
-MAX_EXPERT_BYTES = 32 << 20
-"""Experts of a prompt, in one message of at most twice the size."""
+MAX_REPORT_BYTES = 32 << 20
+"""Experts or log probabilities of a prompt, in one message of at most twice the size."""
 MAX_LOGIT_BIAS = 100.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 100.0  # quotients are finite in float32
 UNFOLLOWABLE = "no token can follow"
@@ -291,18 +292,34 @@ class TokenLogprobs:
     processed: float | None = None
 
 
+def token_logprobs(num: int, content: Any) -> Iterator[TokenLogprobs]:
+    """Reports of tokens, made one at a time.
+
+    content: of each token log probabilities, its own and the num likeliest, fp32, then position and num ids,
+    int32, little-endian.  A repeated id counts once.
+    """
+    for row in struct.iter_unpack(f"<{num + 1}f{num + 1}i", content):
+        top = dict(zip(row[num + 2 :], row[1 : num + 1], strict=True))
+        yield TokenLogprobs(row[0], row[num + 1], tuple(top.items()))
+
+
 class PromptReport(msgspec.Struct, frozen=True, array_like=True):
     """Answer to `prompt_logprobs`, `hidden_state` and `prompt_logprob_token_ids`.
 
-    logprobs: of each prompt token but the first.  hidden: [H] fp32, little-endian.  id_logprobs: [rows, most
-    ids of a row] fp32, little-endian; minus infinity for no token.  experts: L layers with experts, K experts
-    of a token, and [tokens, L, K] int16, little-endian: of tokens without an earlier report.
+    scores: of `token_logprobs`.  hidden: [H] fp32, little-endian.  id_logprobs: [rows, most ids of a row]
+    fp32, little-endian; minus infinity for no token.  experts: L layers with experts, K experts of a
+    token, and [tokens, L, K] int16, little-endian: of tokens without an earlier report.
     """
 
-    logprobs: tuple[TokenLogprobs, ...] | None = None
+    scores: tuple[int, bytes] | None = None
     hidden: bytes | None = None
     id_logprobs: bytes | None = None
     experts: tuple[int, int, bytes] | None = None
+
+    @property
+    def logprobs(self) -> Iterator[TokenLogprobs] | None:
+        """Of each prompt token but the first."""
+        return None if self.scores is None else token_logprobs(*self.scores)
 
 
 @dataclass(frozen=True, kw_only=True)

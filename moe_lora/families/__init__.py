@@ -84,7 +84,7 @@ _SPARSE = ("deepseek_v32", "DeepseekV32ForCausalLM", "glm_moe_dsa", "GlmMoeDsaFo
 
 
 def family_named(name: str) -> Family:
-    """The family of that module.  Raises ConfigError for an unknown name."""
+    """Raises ConfigError for an unknown name."""
     if name not in _NAMES:
         raise ConfigError(f"family={name!r} is {_unsupported()}")
     family: Family = importlib.import_module(f"{__name__}.{name}").FAMILY
@@ -92,7 +92,7 @@ def family_named(name: str) -> Family:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family by model_type, else by architectures.  Raises ConfigError for an unknown family."""
+    """By model_type, else by architectures.  Raises ConfigError for an unknown family."""
     return family_named(_name_in(config))
 
 
@@ -106,12 +106,12 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
 
 def model_spec(config: Mapping[str, Any]) -> ModelSpec:
-    """Layers of a config.json's model.  Raises ConfigError as `shape_of`."""
+    """Raises ConfigError as `shape_of`."""
     return family_of(config).spec(shape_of(config), config)
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str:
-    """Name of a config.json's dtype; bfloat16 if unstated."""
+    """The dtype's name; bfloat16 if unstated."""
     named = (one.get(key) for one in (config, text_config(config)) for key in ("dtype", "torch_dtype"))
     return str(next(filter(None, named), "bfloat16")).removeprefix("torch.")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Granite: dense layers with multipliers of embedding, attention, residual and logits."""
+"""Granite: dense layers with multipliers."""
 
 from __future__ import annotations
 

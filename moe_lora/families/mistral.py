@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistral: dense layers, one window for all layers (4096 tokens unless config.json states a window)."""
+"""Mistral: dense layers, one window for all layers (4096 tokens by default)."""
 
 from __future__ import annotations
 

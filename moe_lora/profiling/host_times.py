@@ -52,9 +52,9 @@ def measure_host(
 ) -> dict[str, Any]:
     """The `host` section of a performance model's file.
 
-    In turn, for prompts of 1 to max_tokens tokens and each rank: one worker, on the last available core,
-    computes a layer's deltas site by site; an engine computes one request's prompt, and loads an adapter.
-    Takes the quantile of num_rounds samples, and fits relative errors by nonnegative least squares.
+    For prompts of 1 to max_tokens tokens and each rank: one worker on the last core computes a layer's deltas
+    site by site; an engine computes one prompt, and loads an adapter.  Takes the quantile of num_rounds
+    samples; fits relative errors by nonnegative least squares.
     """
     config = replace(
         config,
@@ -147,7 +147,7 @@ def _with_own_layers(packed: PackedAdapter) -> PackedAdapter:
 
 
 def _load_s(core: EngineCore, shape: ModelShape, dtype: torch.dtype, lora_rank: int) -> tuple[float, int]:
-    """Seconds from the load order to service, and the adapter's bytes."""
+    """Seconds until service, and the adapter's bytes."""
     name = f"load{lora_rank}"
     packed = random_adapter(shape, dtype, name, lora_rank, seed=lora_rank)
     core.remove_adapter(_NAME.format(lora_rank))

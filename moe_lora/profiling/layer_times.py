@@ -42,7 +42,7 @@ class LayerTimes:
 
 
 class LayerClock:
-    """One layer of a model with experts, for timing at any batch up to the largest.
+    """One layer with experts, timed at any batch up to the largest.
 
     zipf: of the rows' adapters.  context_tokens: KV per row.  Raises ConfigError without experts.
     """
@@ -88,7 +88,7 @@ class LayerClock:
         )
 
     def _base(self, batch: int) -> tuple[float, float]:
-        """(attention, MLP with its gate), seconds of a decode step without adapters, not compiled."""
+        """Seconds of (attention, MLP with gate) without adapters, not compiled."""
         layout, model = self._rank.layout, self._rank.model
         blocks = -(-self._context_tokens // layout.block_size)
         arena = torch.zeros(batch * blocks * layout.page_bytes, dtype=torch.uint8, device=self.device)
@@ -105,7 +105,7 @@ class LayerClock:
         return attention, self._seconds(lambda: layer.mlp(layer.mlp_norm(x), channel, live))
 
     def _compute(self, batch: int, ep: int) -> float:
-        """Seconds of gate/up and down deltas at a rank with the first E / ep experts."""
+        """Seconds of gate/up and down deltas with the first E / ep experts."""
         ids, slots = self._ids[:batch], self._token_slots[:batch].int().to(self.device)
         held = torch.where(ids < self.shape.num_experts // ep, ids, -1).to(self.device)
         work = []
@@ -122,7 +122,7 @@ class LayerClock:
         return self._seconds(deltas)
 
     def _transfers(self, degrees: list[int]) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
-        """Seconds of puts through shared memory: a rank's inputs, and deltas."""
+        """Seconds of puts: a rank's inputs, and deltas."""
         shape, itemsize = self.shape, self.dtype.itemsize
         routed = shape.num_experts_per_token
         per_row_in = {ep: shape.hidden_size + routed * shape.intermediate_size / ep for ep in degrees}
@@ -151,7 +151,6 @@ class LayerClock:
         return host.numel() / self._seconds(lambda: self._adapters.copy_(host))
 
     def _random_adapters(self, lora_rank: int, num_adapters: int) -> tuple[SlotTable, torch.Tensor]:
-        """One layer of adapters on the expert sites, packed as on a server rank."""
         adapter = random_adapter(self.shape, self.dtype, "", lora_rank, seed=0, targets=_EXPERT_SITES)
         layer = adapter.layers[_LAYER]
         arena = layer.data.repeat(num_adapters).to(self.device).view(torch.uint8)

@@ -80,9 +80,9 @@ class TimedRow(Protocol):
 
 
 class StepClock:
-    """An engine with resident random adapters, for timing steps from outside.
+    """An engine with resident random adapters, timed from outside.
 
-    adapters: name -> rank, on attention and MLP of every layer.  num_decode_steps: timed after each prefill.
+    adapters: name -> rank, on attention and MLP.  num_decode_steps: timed after each prefill.
     processor_time: this thread's CPU seconds instead of wall time.  Raises ConfigError for impossible
     settings.
     """
@@ -111,7 +111,7 @@ class StepClock:
         self._num_requests = 0
 
     def run(self, rows: Sequence[TimedRow]) -> tuple[float, list[float]]:
-        """Seconds of the prefill step with all rows, and of the following decode steps.
+        """Seconds of the prefill step, and of the following decode steps.
 
         Raises CapacityError if the rows don't fit.
         """
@@ -162,7 +162,7 @@ class StepClock:
 
 
 def engine_with_adapters(config: EngineConfig, adapters: Mapping[str, int]) -> EngineCore:
-    """An engine without prefix cache, with these random adapters (name -> rank) resident.
+    """An engine without prefix cache, with resident random adapters (name -> rank).
 
     Their memory stays below the swap-out threshold.
     """
@@ -227,10 +227,10 @@ def serve_open_loop(
     now_s: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[OpenRequest]:
-    """Serve the plan open-loop with an otherwise idle engine; every answer has its full length.
+    """Serve the plan (by arrival) open-loop on an idle engine; every answer has its full length.
 
-    plan: by arrival.  TTFT counts from the planned arrival.  Raises OverloadError, with every request
-    dropped, after a wait of longest_wait_s for a first token.
+    TTFT counts from the planned arrival.  Raises OverloadError, with every request dropped, after a wait of
+    longest_wait_s for a first token.
     """
     start_s = now_s()
     requests = [OpenRequest(planned.arrival_s, planned.output_tokens) for planned in plan]

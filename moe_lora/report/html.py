@@ -154,7 +154,7 @@ TERMS = (
 def write_report(
     path: str | Path, runs: Sequence[dict[str, Any]], title: str = "Load test", notes: Sequence[str] = ()
 ) -> None:
-    """Write the report of run files' contents (`run_file.read_run`).  Raises ValueError without runs."""
+    """Write the runs' report (`run_file.read_run`).  Raises ValueError without runs."""
     if not runs:
         raise ValueError("a report needs at least one run")
     write_text(path, render(runs, title, notes))
@@ -236,7 +236,7 @@ _WORDS = (
 def write_plan_report(
     path: str | Path, plan: Mapping[str, Any], lines: Sequence[str], curves: Curves
 ) -> None:
-    """Write the plan's page.  plan: `Plan.to_json()`.  curves: (capacity, IAR) points by estimator."""
+    """Write the plan's page.  plan: `Plan.to_json()`.  curves: (capacity, IAR) by estimator."""
     figures = (
         ("Requests that start at once, by capacity", iar_figure(plan, curves)),
         _bars(plan),

@@ -102,10 +102,10 @@ class SloTargets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """One request: finished (`timing`), failed (`error`), or, with neither, interrupted.
+    """One request: finished (`timing`), failed (`error`), or interrupted.
 
-    adapter: None for the base model.  arrival_s: planned, sent_s: actual, both after the run's start.  exact:
-    the text equals the known answer.
+    adapter: None for the base model.  arrival_s: planned, sent_s: actual, after the run's start.  exact: the
+    text equals the known answer.
     """
 
     adapter: str | None

@@ -101,7 +101,7 @@ class CompletionClient:
         await self._http.aclose()
 
     async def models(self) -> ServedModels:
-        """The server's models.  Raises ServerError."""
+        """Raises ServerError."""
         try:
             response = await self._http.get("/v1/models", timeout=10.0)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -123,7 +123,7 @@ class CompletionClient:
         )
 
     async def complete(self, body: dict[str, Any]) -> StreamedCompletion:
-        """POST the body (with "stream": true) and read the whole stream.
+        """POST the body (with "stream": true) and read the stream.
 
         Raises ServerError for an HTTP error or a broken stream.
         """
@@ -156,7 +156,7 @@ def _body_message(response: httpx.Response) -> str:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[tuple[float, dict[str, Any]]]:
-    """(arrival, data) of each server-sent event but [DONE]."""
+    """(arrival, data) of events but [DONE]."""
     rest = b""
     async for part in response.aiter_bytes():
         now_s = time.perf_counter()

@@ -104,7 +104,7 @@ def cdf(values: FloatArray, max_points: int = 600) -> tuple[FloatArray, FloatArr
 
 
 def ends_s(run: dict[str, Any]) -> FloatArray:
-    """Ends of finished requests, in seconds after the run's start."""
+    """Ends of finished requests, seconds after the run's start."""
     return present([run["start_times"][index] + run["e2els"][index] for index in finished(run)])
 
 

@@ -44,7 +44,7 @@ def request_body(planned: PlannedRequest, options: ReplayOptions) -> dict[str, A
 
 
 def finished_record(planned: PlannedRequest, completion: StreamedCompletion, start_s: float) -> RequestRecord:
-    """A completion's record, by the server's token counts and usage.timing."""
+    """The record, by the server's token counts and usage.timing."""
     usage, text = completion.usage, "".join(completion.texts)
     timing = ClientTiming(
         sent_s=completion.sent_s - start_s,
@@ -107,15 +107,15 @@ class ReplayOutcome:
 
 
 class Completions(Protocol):
-    """Answers requests over HTTP or directly from engines."""
+    """Answers requests, over HTTP or by engines."""
 
     async def complete(self, body: dict[str, Any]) -> StreamedCompletion:
-        """The answer to a request's body.  Raises ServerError."""
+        """Answer a request's body.  Raises ServerError."""
         ...
 
 
 def served_models(url: str, api_key: str | None = None) -> ServedModels:
-    """The server's models.  Raises ServerError."""
+    """Raises ServerError."""
 
     async def ask() -> ServedModels:
         async with CompletionClient(url, timeout_s=10.0, max_connections=1, api_key=api_key) as client:

@@ -58,7 +58,7 @@ def check_targets(**paths: str | Path | None) -> None:
 def write_text(path: str | Path, text: str) -> None:
     """Write the file atomically; makes missing folders.
 
-    Follows links; writes to a device or pipe directly.
+    Follows links; writes to devices and pipes directly.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -82,7 +82,7 @@ def write_text(path: str | Path, text: str) -> None:
 def append_result(
     path: str | Path, *, config: dict[str, Any], result: dict[str, Any], env: dict[str, Any], kind: str
 ) -> None:
-    """Append one record as a line, atomically, also with several writers.
+    """Append one record atomically, also with several writers.
 
     kind: "measured", "simulated" (no engine) or "emulated" (engines paced to another device).  Raises
     ValueError for another kind and for NaN.
@@ -126,10 +126,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS")
 
 
 def environment() -> dict[str, Any]:
-    """CPU, memory, GPUs, versions, git commit; null if unknown.
-
-    Nothing identifies the machine or its user.
-    """
+    """CPU, memory, GPUs, versions, git commit; null if unknown.  Nothing identifies machine or user."""
     fields = cpu_info()
     features = (fields.get("flags") or fields.get("Features") or "").split()
     return {

@@ -25,7 +25,7 @@ ATTAINED_SHARE = 0.9  # an adapter attains its SLO above this share
 def summarize(records: Sequence[RequestRecord], duration_s: float, slo: SloTargets) -> dict[str, Any]:
     """Counts, rates per second, latencies in ms, SLO attainment; keys as in `vllm bench serve`.
 
-    Null without data.  duration_s: to the end of the last request.  Failed requests miss the SLO; interrupted
+    Null without data.  duration_s: to the last request's end.  Failed requests miss the SLO; interrupted
     requests count in `interrupted` only.
     """
     done = [record for record in records if record.timing is not None]
@@ -162,7 +162,7 @@ def run_result(
 ) -> dict[str, Any]:
     """Content of `--save-result`: `summarize`'s keys, label, date, kind, config, env and ARRAYS.
 
-    Arrays in seconds, null for a missing value.
+    Arrays in seconds, null if missing.
     """
     errors = Counter(record.error for record in records if record.error is not None)
     return {

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of sequences for a step, for engine and simulator.  No torch here."""
+"""Choice of a step's sequences, for engine and simulator.  No torch here."""

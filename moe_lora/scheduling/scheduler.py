@@ -28,9 +28,9 @@ LOOK_AHEAD = 16
 class StepLimits:
     """Limits of a step, and the wait in seconds before a request overtakes.
 
-    max_host_tokens: limit of prompt tokens of loading adapters in a shared step.  Host workers compute these
-    tokens (HOST_COMPUTABLE), divided by `fair_shares`; no decode step waits for the host.  Source: Toppings
-    section 4.1.
+    max_host_tokens: prompt tokens of loading adapters in a shared step.  Host workers compute these tokens
+    (HOST_COMPUTABLE), divided by `fair_shares`; no decode step waits for the host.  Source: Toppings section
+    4.1.
     """
 
     max_num_seqs: int
@@ -45,10 +45,10 @@ class Scheduler(Generic[Sequence]):
     loading: sequences with an adapter or history on the way.  tenants: `waiting`, from the second tenant or
     priority on.
 
-    Progress: the first running (else loaded) request keeps all holds to the end.  Without a free page, all
-    younger requests release pages and no request is admitted in that schedule.  Then only this request, pins
-    and running copies hold pages; copies end, and copied pages can be evicted.  A request still without pages
-    is impossible (`oldest`).
+    Progress: the first running (else loaded) request keeps all holds to the end.  Without a free page,
+    younger requests release pages, and none is admitted in that schedule.  Then only this request, pins and
+    running copies hold pages; copies end, and copied pages can be evicted.  A request still without pages is
+    impossible (`oldest`).
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Scheduler(Generic[Sequence]):
         """True if a request found no adapter slot at the last plan."""
         self._only: Container[Namespace] | None = None
         self._host_shares: dict[Sequence, int] | None = None
-        """None: all requests of the step need a host."""
+        """None: all requests need a host."""
 
     @property
     def num_waiting(self) -> int:
@@ -89,12 +89,12 @@ class Scheduler(Generic[Sequence]):
 
     @property
     def num_deferred(self) -> int:
-        """Sequences of `num_waiting` that wait for bytes or an adapter's slot."""
+        """Sequences of `num_waiting` waiting for bytes or a slot."""
         return len(self.loading) + sum(one.waits.is_held_back for one in self.waiting)
 
     @property
     def oldest(self) -> Sequence | None:
-        """The first in line: if it can never continue, no sequence can."""
+        """The first in line: if it can never continue, none can."""
         return next(chain(self.running, self.loading, self.waiting), None)
 
     def add(self, sequence: Sequence) -> None:
@@ -175,7 +175,7 @@ class Scheduler(Generic[Sequence]):
         return plan
 
     def advance(self, plan: Iterable[Scheduled[Sequence]]) -> None:
-        """After the step's compute: filled blocks become visible to lookups."""
+        """After the step's compute: filled blocks become findable."""
         now_s = self.clock.now_s()
         for item in plan:
             sequence = item.sequence
@@ -191,13 +191,13 @@ class Scheduler(Generic[Sequence]):
                 self._cache.publish(sequence.table, sequence.tokens, num_shared, now_s)
 
     def charge(self, sequence: Sequence) -> None:
-        """Count a token that no step has drawn."""
+        """Count a token drawn by no step."""
         self._num_sampled += 1
         if self.tenants is not None:
             self.tenants.counter.decode(sequence.tenant, sequence.share)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate pages for a loading sequence's awaited KV; False if there are too few."""
+        """Allocate pages for a loading sequence's awaited KV; False if too few."""
         return self._cache.grow(sequence.table, num_tokens, self.clock.now_s())
 
     def finish(self, sequence: Sequence) -> None:
@@ -217,7 +217,7 @@ class Scheduler(Generic[Sequence]):
             self.background.remove(sequence)
 
     def preempt_all(self) -> None:
-        """Put back all running and loading sequences, in the order of their starts."""
+        """Put back all running and loading sequences, by start."""
         while self.loading:
             self._stop_loading()
         while self.running:
@@ -233,7 +233,7 @@ class Scheduler(Generic[Sequence]):
             self._put_back(sequence)
 
     def _continue(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> int:
-        """Plan a running sequence's next tokens; without pages, preempt the youngest."""
+        """Without pages, preempt the youngest."""
         num_tokens = self._num_tokens(sequence, sequence.num_computed, budget, plan)
         while num_tokens and not self._grow(sequence.table, sequence.num_computed + num_tokens):
             if self.loading:
@@ -251,7 +251,7 @@ class Scheduler(Generic[Sequence]):
         return num_tokens
 
     def _num_tokens(self, sequence: Sequence, start: int, budget: int, plan: dict[Sequence, int]) -> int:
-        """Tokens from `start` for this step; 0 if waiting is quicker than the host."""
+        """Tokens from `start`; 0 if waiting is quicker than the host."""
         num_uncomputed = sequence.num_uncomputed + sequence.num_computed - start - sequence.held
         if start < sequence.base_tokens:
             num_uncomputed = sequence.base_tokens - start
@@ -266,7 +266,7 @@ class Scheduler(Generic[Sequence]):
         return num_tokens if pays else 0
 
     def _divide_host(self) -> dict[Sequence, int] | None:
-        """Tokens of the step for each prompt of a loading adapter; None: no other requests."""
+        """Tokens for each prompt of a loading adapter; None: no other requests."""
         if not self._has_warm():
             return None
         from moe_lora.policies.admission.host_start import fair_shares
@@ -385,7 +385,7 @@ class Scheduler(Generic[Sequence]):
         return True
 
     def _start(self, sequence: Sequence, budget: int, plan: dict[Sequence, int]) -> bool:
-        """Start a loaded sequence, if need be with pages of younger loading sequences."""
+        """Start a loaded sequence, if need be with younger loading sequences' pages."""
         table = sequence.table
         num_tokens = self._num_tokens(sequence, table.num_matched, budget, plan)
         while not self._grow(table, table.num_matched + num_tokens):
@@ -412,10 +412,8 @@ class Scheduler(Generic[Sequence]):
         return False
 
     def _look_at_adapters(self) -> None:
-        """Put back sequences after a failed load, prompts without a host, and sequences with a lost
-        history.
-        """
-        # The youngest first: each is put before the others.
+        """Put back sequences after a failed load, without a host, or with a lost history."""
+        # Youngest first: each is put before the others.
         for where in (self.loading, self.running):
             for sequence in [one for one in reversed(where) if one.cold_tokens or where is self.loading]:
                 adapter = sequence.adapter
@@ -443,7 +441,6 @@ class Scheduler(Generic[Sequence]):
         self._put_back(sequence)
 
     def _put_back(self, sequence: Sequence) -> None:
-        """Wait again, before all others, without holds."""
         self.waiting.appendleft(sequence)
         if sequence.adapter is not None:
             self._adapters.enqueue(sequence.adapter)
@@ -452,7 +449,6 @@ class Scheduler(Generic[Sequence]):
         sequence.awaits_kv = sequence.unshared = False
 
     def _give_back(self, sequence: Sequence) -> None:
-        """Pages first, then the adapter."""
         self._cache.release(sequence.table, self.clock.now_s())
         if sequence.adapter is not None:
             self._adapters.release(sequence.adapter)

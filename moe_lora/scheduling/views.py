@@ -19,8 +19,8 @@ class Waits:
     """Times before the first step, in seconds of the scheduler's clock.
 
     admitted_s: plan of the first step.  loading_s: start of the wait for bytes, if any.  adapter_s: arrival
-    of the adapter; None: not yet.  adapter_load_s, kv_load_s: waits for adapter, then history.  held_back_s:
-    start of the wait for a slot.
+    of the adapter, or None.  adapter_load_s, kv_load_s: waits for adapter, then history.  held_back_s: start
+    of the wait for a slot.
     """
 
     admitted_s: float | None = None
@@ -33,11 +33,11 @@ class Waits:
 
     @property
     def is_held_back(self) -> bool:
-        """True from the lack of an adapter's slot until the first step."""
+        """True from the lack of a slot until the first step."""
         return self.held_back_s is not None and self.admitted_s is None
 
     def load(self, now_s: float) -> None:
-        """Record that adapter and history are held; the bytes may still load."""
+        """Record held adapter and history; bytes may still load."""
         self.loading_s, self.adapter_s = now_s, None
 
     def loaded(self, now_s: float) -> None:
@@ -100,7 +100,7 @@ class Schedulable(Protocol):
 
     @property
     def tenant(self) -> str:
-        """As in `CompetingView`, like the next two."""
+        """As in `CompetingView`."""
         ...
 
     @property
@@ -111,7 +111,7 @@ class Schedulable(Protocol):
 
     @property
     def cache_salt(self) -> str:
-        """Shares cached prompts within the same salt only."""
+        """Only equal salts share cached prompts."""
         ...
 
     @property
@@ -149,7 +149,7 @@ class Adapters(Protocol[Adapter]):
         ...
 
     def dequeue(self, adapter: Adapter) -> None:
-        """A waiting request holds the adapter now, or has left."""
+        """A waiting request holds the adapter, or has left."""
         ...
 
     def begin_round(self) -> None:
@@ -157,7 +157,7 @@ class Adapters(Protocol[Adapter]):
         ...
 
     def acquire(self, adapter: Adapter, *, again: bool = False, num_tokens: int = 1) -> Readiness:
-        """Hold the adapter for one request, and start its load if absent.
+        """Hold the adapter for a request; start a load if absent.
 
         NO_ROOM: not held.  again: the request held the adapter before.  num_tokens: orders the layers if host
         workers compute the first.

@@ -22,10 +22,10 @@ from .requests import CachedRequest
 
 
 class CopyLinks:
-    """One link to the device, one back; each carries out one order at a time.
+    """One link to the device, one back, each for one order at a time.
 
     Orders of waiting requests overtake prefetches.  Adapter files are in main memory: a load takes as long as
-    a copy from the host arena.
+    a host copy.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class CachedAdapters:
         """Does nothing: waiting requests are not counted."""
 
     def dequeue(self, adapter: str) -> None:
-        """Does nothing, as `enqueue`."""
+        """Does nothing."""
 
     def begin_round(self) -> None:
         """Forget failed searches for room."""
         self._refused_pages = math.inf
 
     def acquire(self, adapter: str, *, again: bool = False, num_tokens: int = 1) -> Readiness:
-        """Pin the adapter for one request of num_tokens tokens, and start its load if needed.
+        """Pin the adapter for a request of num_tokens tokens; start a load if needed.
 
         Within a round, a failed search is not repeated for as many or more pages.
         """
@@ -158,7 +158,7 @@ class CachedAdapters:
 
 @dataclass(frozen=True, kw_only=True)
 class SimMerging:
-    """merge_s: of a whole adapter, in or out.  swap_steps: steps of a swap that is not urgent."""
+    """merge_s: of a whole adapter, in or out.  swap_steps: of a swap without urgency."""
 
     policy: Callable[[], MergingPolicy]
     merge_s: float
@@ -169,8 +169,8 @@ class SimMerging:
 class LoraWork:
     """LoRA work of a step.
 
-    rows: rows times the share of layers with a delta; a row with two deltas counts twice.  adapters: with
-    read matrices, each with its share of layers.
+    rows: rows times the share of layers with a delta; two deltas count twice.  adapters: with read matrices,
+    each with its share of layers.
     """
 
     rows: float
@@ -178,7 +178,7 @@ class LoraWork:
 
 
 class SimMergedWeights:
-    """Carries out a policy's decisions; a layer without the merged adapter is computed unmerged."""
+    """Carries out a policy's decisions; layers without the merged adapter are computed unmerged."""
 
     def __init__(self, config: SimMerging, adapters: Adapters[str], max_num_seqs: int, clock: Clock) -> None:
         self.num_steps: Counter[Mode] = Counter()
@@ -195,7 +195,7 @@ class SimMergedWeights:
         self._step_swap_s = 0.0
 
     def decide(self, requests: Sequence[CachedRequest], *, held_back: bool) -> frozenset[Uid] | None:
-        """Change the weights by the policy; returns the adapters allowed in the step, None: all.
+        """Change the weights; returns the adapters allowed in the step, None: all.
 
         held_back: requests wait for an adapter slot; an idle merged adapter then leaves weights and slot.
         """
@@ -216,7 +216,7 @@ class SimMergedWeights:
         return self._batching.only
 
     def lora_work(self, rows: Mapping[str | None, float]) -> LoraWork:
-        """LoRA work of a step with these rows, weighted by delta cost."""
+        """LoRA work of these rows, weighted by delta cost."""
         carried, share = self._carried, self._share
         others = {name: 1.0 for name in rows if name not in (carried, None)}
         num_others = sum(rows[name] for name in others)
@@ -238,7 +238,7 @@ class SimMergedWeights:
         return swap_s
 
     def keep_apart(self, requests: Iterable[CachedRequest]) -> None:
-        """Keep KV computed on another adapter's weights out of the prefix cache."""
+        """Keep KV of another adapter's weights out of the prefix cache."""
         if self._carried is not None:
             for request in requests:
                 request.unshared |= request.adapter != self._carried

@@ -31,7 +31,7 @@ from .lora_server import SimLeases, SimServer
 from .requests import PARTS, CachedRequest, LayerTime, step_rows
 
 STUCK_S = 60.0
-"""Longest wait without an obstacle; after it a request never finds room."""
+"""Longest wait without an obstacle; then a request never finds room."""
 SAMPLE_S = 1.0
 
 Plan = list[Scheduled[CachedRequest]]
@@ -41,10 +41,10 @@ Plan = list[Scheduled[CachedRequest]]
 class CachedConfig:
     """One instance.
 
-    adapter_pages: of each adapter, one extent.  link_bytes_per_s: between host and device, each way.
-    merging: None: unmerged steps.  tick_s: period of prefetch decisions.  upper, lower, max_kv_pages,
-    max_adapters: as `UnifiedCache`.  host: workers for prompts of loading adapters, or None.  layers: time of
-    one of num_layers equal layers; None: steps follow `time`.
+    adapter_pages: of each adapter, one extent.  link_bytes_per_s: each way.  merging: None: unmerged.
+    tick_s: period of prefetches.  upper, lower, max_kv_pages, max_adapters: as `UnifiedCache`.  host: workers
+    for prompts of loading adapters, or None.  layers: time of one of num_layers equal layers; None: steps
+    follow `time`.
     """
 
     time: TransformerTime
@@ -88,7 +88,6 @@ class CachedConfig:
 
 
 def _cache(config: CachedConfig, policy: CachingPolicy) -> UnifiedCache:
-    """The instance's cache, with its adapters."""
     cache = UnifiedCache(
         num_device_pages=config.num_device_pages,
         num_host_pages=config.num_host_pages,
@@ -105,10 +104,10 @@ def _cache(config: CachedConfig, policy: CachingPolicy) -> UnifiedCache:
 
 
 class CachedInstance:
-    """Continuous batching in steps; a request with loading bytes waits alone.
+    """Continuous batching in steps; a loading request waits alone.
 
-    An `InstanceView`.  is_over: True at the end of the run; None: once all `requests` are done.  on_done:
-    called with each finished request, by default adds to `done`.  samples: `UnifiedCache.usage` every second.
+    An `InstanceView`.  is_over: True at the run's end; None: once all `requests` are done.  on_done: called
+    with finished requests, by default adds to `done`.  samples: `UnifiedCache.usage` every second.
     """
 
     def __init__(
@@ -359,7 +358,6 @@ class CachedInstance:
         return step_s + self._host_extra_s(plan)
 
     def _host_extra_s(self, plan: Plan) -> float:
-        """A step's longest extra time for host-computed prompts."""
         cold = [item for item in plan if item.sequence.cold_tokens]
         if self._host_loads is None or not cold:
             return 0.0
@@ -431,7 +429,7 @@ class CachedInstance:
 
 
 def _milliseconds(requests: Sequence[CachedRequest], name: str) -> NDArray[np.float64]:
-    """An attribute in seconds of all requests that have a value, in ms."""
+
     values = np.array([getattr(request, name) for request in requests], dtype=np.float64)
     return values[~np.isnan(values)] * 1e3
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated LoRA Server: the real lease table, loads and deltas layer by layer.  Adapters have one size."""
+"""A simulated LoRA Server: the real lease table, loads and deltas by layer.  Adapters have one size."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SimServerConfig:
 
 @dataclass(slots=True, eq=False)
 class _Loading:
-    """A load.  num_loaded: layers of each stage.  left: layers to come."""
+    """num_loaded: layers of each stage.  left: layers to come."""
 
     num_loaded: list[int]
     left: int
@@ -143,7 +143,7 @@ class SimServer:
         return found
 
     def acquire(self, instance: str, name: str, number: int) -> None:
-        """Send the instance a lease of this number, once there is room."""
+        """Send a lease of this number, once there is room."""
         self._numbers[instance, name] = number
         self._table.register(name, {})
         self._table.acquire(instance, name, self.events.now_s())
@@ -158,7 +158,7 @@ class SimServer:
     def layer_s(self, instance: str, layer_s: float, work_s: float) -> float:
         """Seconds of a layer.  work_s: of the server, for the instance's deltas.
 
-        A stage works for instances in turn; no layer is shorter than the stage's whole work.
+        A stage serves instances in turn; no layer is shorter than the stage's whole work.
         """
         self._work_s[instance] = work_s
         return max(layer_s, sum(self._work_s.values()) / self.config.num_stages) if work_s else layer_s
@@ -200,7 +200,7 @@ class SimLeases:
         self._waiting[adapter] += 1
 
     def dequeue(self, adapter: str) -> None:
-        """A request waits no longer; unneeded leases return."""
+        """End a wait; unneeded leases return."""
         self._waiting[adapter] -= 1
         if not self._running[adapter] and not self._waiting[adapter]:
             self._release_lease(adapter)
@@ -239,7 +239,7 @@ class SimLeases:
             self._release_lease(adapter)
 
     def receive(self, adapter: str, number: int) -> None:
-        """A lease has come; an old number belongs to a released lease."""
+        """A lease has come; old numbers are of released leases."""
         if self._wanted.get(adapter) == number:
             self._leased.add(adapter)
             self._on_change()

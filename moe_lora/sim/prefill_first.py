@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts on separate instances, in both simulators: with its first token a request moves.
 
-As `dist.cluster.prefill_first`: a prompt waits at instances for prompts, however full.  After the first token
-the request keeps pages, adapter and seat there.  The router chooses a target, which admits the request
-between two steps; then the KV comes, and the answer goes on with the next step.
+As `dist.cluster.prefill_first`: a prompt waits for prompt instances, however full.  After the first token the
+request keeps pages, adapter and seat there until a target, chosen by the router, admits the request between
+two steps; the KV comes, and the answer goes on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOVE_READY_S = 5.0
 class PrefillConfig:
     """The first num_instances compute prompts, the others answers.
 
-    kv_token_bytes: KV of a token.  link_bytes_per_s: from each instance for prompts.
+    kv_token_bytes: per token.  link_bytes_per_s: from each prompt instance.
     """
 
     num_instances: int
@@ -45,9 +45,9 @@ class PrefillConfig:
 
 
 class PrefillFirst:
-    """Moves between instances of either simulator; one transfer at a time leaves an instance.
+    """Moves between instances; one transfer at a time leaves an instance.
 
-    A target that is not ready within MOVE_READY_S loses the request: the answer goes on at the source.
+    A target not ready within MOVE_READY_S loses the request: the answer goes on at the source.
     """
 
     def __init__(

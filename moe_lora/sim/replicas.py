@@ -42,10 +42,7 @@ from .requests import CachedRequest
 
 @dataclass(frozen=True, kw_only=True)
 class SimMigration:
-    """Moves as in the running system.
-
-    planner: None: by migration_solver.  mean_answer_tokens: expected length before any answer.
-    """
+    """planner: None: by migration_solver.  mean_answer_tokens: expected length before any answer."""
 
     settings: MigrationConfig = field(default_factory=lambda: MigrationConfig(migration="dlora"))
     planner: Planner | None = None
@@ -58,8 +55,8 @@ class SimMigration:
 class ReplicasConfig:
     """preloaded: adapters on each replica's device at the start, given room.
 
-    migration: None, or off by its settings: requests stay.  server: the LoRA Server, with all adapters.
-    prefill: instances for prompts; None: each instance does both.
+    migration: None, or off: requests stay.  server: the LoRA Server, with all adapters.  prefill: instances
+    for prompts; None: each does both.
     """
 
     num_replicas: int
@@ -92,8 +89,8 @@ class ReplicasConfig:
 class Replicas:
     """Runs every request to its last token: `done`, in order of finish.
 
-    Deterministic.  on_done: called with each finished request, in place of `done`.  num_moves: by kind:
-    waiting, tokens, KV.  Raises CapacityError for a request that never finds room.
+    Deterministic.  on_done: replaces `done`.  num_moves: by kind: waiting, tokens, KV.  Raises CapacityError
+    for a request that never finds room.
     """
 
     def __init__(

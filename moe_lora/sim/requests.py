@@ -13,12 +13,11 @@ from moe_lora.scheduling.views import Scheduled, Waits
 from moe_lora.workload.replay_plan import TurnRequest
 
 PARTS = ("queue", "adapter_cold", "history_cold", "prefill")
-"""Parts of a TTFT, in order."""
 
 
 @dataclass(slots=True, eq=False)
 class CachedRequest:
-    """A `scheduling.views.Schedulable`; parts of TTFT as in the engine's `RequestTiming`.
+    """A `scheduling.views.Schedulable`; parts of TTFT as in `RequestTiming`.
 
     tokens: of prompt and answer so far, num_computed of them with KV in `table`.  num_cached: prompt tokens
     with found KV.  has_started: gained a token here.  num_brought: tokens with moved KV, in a step's budget
@@ -132,12 +131,12 @@ class CachedRequest:
 
     @property
     def adapter_cold_s(self) -> float:
-        """Wait for the adapter's bytes, to the next step's start."""
+        """Wait for the adapter, to the next step's start."""
         return self.waits.adapter_load_s
 
     @property
     def history_cold_s(self) -> float:
-        """Wait for the history's bytes after the adapter's, to the next step's start."""
+        """Wait for the history after the adapter, to the next step's start."""
         return self.waits.kv_load_s
 
     @property
@@ -172,7 +171,7 @@ class StepCounts:
 
 
 LayerTime: TypeAlias = Callable[[StepCounts], tuple[float, float]]
-"""Seconds of one layer, and of the LoRA Server's work for the layer."""
+"""Seconds of one layer, and of the LoRA Server's work."""
 
 
 def step_rows(plan: Iterable[Scheduled[CachedRequest]]) -> StepCounts:

@@ -11,7 +11,7 @@ FIRST_TOKENS = 128.0
 class AnswerLengths:
     """expected = (PRIOR · prior_tokens + tokens of the adapter's answers) / (PRIOR + number of answers).
 
-    Source: L_i of dLoRA table 1, the mean of the adapter's requests.
+    Source: L_i of dLoRA table 1.
     """
 
     PRIOR = 8.0
@@ -37,10 +37,10 @@ class AnswerLengths:
             self.forget(adapter)
 
     def expected(self, adapter: str | None, prior_tokens: float | None = None) -> float:
-        """Expected tokens of the adapter's next answer."""
+        """Expected tokens of the next answer."""
         prior = self.PRIOR * (self._prior_tokens if prior_tokens is None else prior_tokens)
         return (prior + self._tokens.get(adapter, 0)) / (self.PRIOR + self._num.get(adapter, 0))
 
     def left(self, adapter: str | None, num_so_far: int, num_most: int) -> float:
-        """Expected remaining tokens of an answer; at least 1, within its limit."""
+        """Expected remaining tokens; at least 1, within the limit."""
         return max(1.0, min(self.expected(adapter), num_most) - num_so_far)

@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _LARGEST = 1e30
-"""Limit of a profile's numbers against overflow."""
+"""Against overflow."""
 _MOST = 1 << 20
 
 Amount = TypeVar("Amount", float, "NDArray[Any]")
-"""One number, or a column."""
 
 
 class LinkTime(NamedTuple):
@@ -57,15 +56,15 @@ class CacheCosts:
     wait_s: float = 0.02
 
     def move_s(self, pages: Amount) -> Amount:
-        """Seconds to copy pages from host to device."""
+        """Seconds from host to device."""
         return LinkTime(self.transfer_bytes_per_s, self.transfer_s).of_parts(pages, self.page_bytes)
 
     def load_s(self, pages: Amount) -> Amount:
-        """Seconds to load these pages from files."""
+        """Seconds from files."""
         return LinkTime(self.disk_bytes_per_s, self.transfer_s).of_parts(pages, self.page_bytes)
 
     def recompute_s(self, first_token: Amount, num_tokens: Amount) -> Amount:
-        """Seconds to compute KV of num_tokens tokens after first_token others."""
+        """Seconds for KV of num_tokens tokens after first_token others."""
         attended = num_tokens * (first_token + num_tokens / 2.0)
         return num_tokens / self.prefill_tokens_per_s + self.attention_s_per_token2 * attended
 
@@ -95,8 +94,8 @@ class PartTime:
 class HostTimes:
     """Measured times of one machine (`moe-lora profile-steps --host-worker`).
 
-    worker: one worker's time for a layer's deltas, by site ("q+k+v").  device: a prompt's layer with deltas.
-    load_fixed_s, load_bytes_per_s: to the device.  bytes_per_rank: of an adapter on all sites.
+    worker: a worker's time for a layer's deltas, by site ("q+k+v").  device: a prompt's layer with deltas.
+    load_fixed_s, load_bytes_per_s: to the device.  bytes_per_rank: on all sites.
     """
 
     worker: Mapping[str, PartTime]
@@ -130,7 +129,7 @@ class HostTimes:
         return LinkTime(self.load_bytes_per_s, self.load_fixed_s).seconds(adapter.num_bytes)
 
     def worker_s(self, num_tokens: float, adapter: ColdAdapter) -> float:
-        """One worker's time for a layer's deltas."""
+        """One worker's time for a layer."""
         return math.fsum(
             time.seconds(num_tokens, adapter.lora_rank)
             for modules, time in self.worker.items()
@@ -140,7 +139,7 @@ class HostTimes:
     def tokens_per_worker(self, lora_rank: int) -> int:
         """c: most measured tokens computed by a worker within the device's layer time.
 
-        If none: the number at which a piece's fixed time is half its time.
+        If none: the number whose fixed time is half of the piece's time.
         """
         adapter = self.adapter(lora_rank)
         for num_tokens in range(self.max_tokens, 0, -1):

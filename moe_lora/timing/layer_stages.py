@@ -12,7 +12,7 @@ from moe_lora.core.shape import ModelShape, Site
 def decode_layer_s(
     profile: StepProfile, num_rows: int, *, adapters: bool, remote: bool
 ) -> tuple[float, float]:
-    """Seconds of a layer's decode rows with an idle LoRA Server, and of the deltas alone.
+    """Seconds of a layer's decode rows with an idle LoRA Server, and of the deltas.
 
     attention(T) + experts(T) + lora(T); remote: attention(T) + max(experts(T), transfer(T) + lora(T)), or the
     sum without overlap.
@@ -30,7 +30,7 @@ def with_deltas_s(profile: StepProfile, base_s: float, delta_s: float, *, remote
 
 
 def share_of_layer(site: Site, shape: ModelShape) -> float:
-    """An expert site's share of a layer's expert work, in matrices; without experts, of the MLP's."""
+    """An expert site's share of a layer's expert (else MLP) work, in matrices."""
     return len(site.modules) / sum(len(other.modules) for other in mlp_sites(shape))
 
 
@@ -39,7 +39,7 @@ def mlp_sites(shape: ModelShape) -> Sequence[Site]:
 
 
 def prefill_shares(shape: ModelShape) -> list[float]:
-    """Each site's share of a layer's prompt time, in multiply-adds per token."""
+    """Each site's share of a layer's prompt, in multiply-adds per token."""
     work = [
         site.in_features * site.total_out_features * (shape.num_experts_per_token if site.num_experts else 1)
         for site in shape.sites

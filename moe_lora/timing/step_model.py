@@ -25,7 +25,7 @@ tokens          T
 experts         1 - (1 - p)^T: share of base experts read
 padded_ranks    T max r_i: rank rows of a padding kernel (Toppings equation 2, BGMV)
 ranks           sum t_i r_i: rank rows at true rank (Toppings equation 2, MBGMV)
-adapter_ranks   sum R_a: rows of dense adapter weights, read once per distinct adapter
+adapter_ranks   sum R_a: rows of dense adapter weights, once per adapter
 expert_ranks    sum R_a (1 - (1 - p)^T_a): rows of the chosen experts' adapter weights
 """
 
@@ -43,7 +43,7 @@ class Row:
 
 
 class StepWork:
-    """A step's rows; a change takes constant time.  expert_share: p, 1 of a dense model."""
+    """A step's rows, changed in constant time.  expert_share: p, 1 of a dense model."""
 
     def __init__(self, expert_share: float, rows: Iterable[Row] = ()) -> None:
         self.num_tokens = 0
@@ -118,8 +118,8 @@ _OF_RANKS = {"sgmv": "ranks", "mbgmv": "ranks", "bgmv": "padded_ranks"}
 def feature_names(kernel: str, form: str, phase: str) -> tuple[str, ...]:
     """The features of a kernel's model.  Raises ConfigError for unknown names.
 
-    form "toppings": equation 2, alpha x + beta, and a term per token in prefill; x is `padded_ranks` of
-    "bgmv", else `ranks` (the paper has no kernel like "sgmv").  form "full": all terms of the kernel.
+    form "toppings": equation 2, alpha x + beta, and a prefill term per token; x is `padded_ranks` of "bgmv",
+    else `ranks` (no "sgmv" in the paper).  form "full": all terms of the kernel.
     """
     for name, value, allowed in (
         ("kernel", kernel, LORA_KERNELS),
@@ -169,7 +169,7 @@ class StepModel:
         return StepWork(self.expert_share, rows)
 
     def seconds(self, phase: str, work: StepWork, more: Row | None = None) -> float:
-        """Seconds of a step over the batch plus an optional row; 0 without rows."""
+        """Seconds of a step with an optional extra row; 0 without rows."""
         if more is None and not work.num_tokens:
             return 0.0
         found = work.features(more)
@@ -177,21 +177,20 @@ class StepModel:
         return math.fsum([value * found[name] for name, value in coefficients.items()])
 
     def decode_step_s(self, rows: Iterable[Row]) -> float:
-        """DecPerf of Toppings Algorithm 1: seconds of a step with one token of each request; 0 without."""
+        """DecPerf of Toppings Algorithm 1: seconds with one token of each request; 0 without."""
         return self.seconds("decode", self.work(Row(row.adapter, row.lora_rank) for row in rows))
 
     def prefill_step_s(self, rows: Iterable[Row]) -> float:
-        """PrePerf of Toppings Algorithm 1: seconds of a step with all these prompts; 0 without."""
+        """PrePerf of Toppings Algorithm 1: seconds with all these prompts; 0 without."""
         return self.seconds("prefill", self.work(rows))
 
 
 FOLD_PASSES, TAKE_OUT_PASSES = 3, 2
-"""Passes over the changed weights: for a merge W, W_a and the products; for an unmerge the originals and W.
-"""
+"""Passes over changed weights: for a merge W, W_a and the products; for an unmerge the originals and W."""
 
 
 def bytes_per_rank(shape: ModelShape, itemsize: int) -> tuple[int, int]:
-    """Bytes of an adapter per LoRA rank, on all usual sites: of dense sites, and of all experts."""
+    """Bytes per LoRA rank on all usual sites: of dense sites, and of all experts."""
     parts = [0, 0]
     for site in map(shape.site, shape.default_targets):
         features = sum(site.in_features + out for out in site.out_features)
@@ -203,7 +202,7 @@ def bytes_per_rank(shape: ModelShape, itemsize: int) -> tuple[int, int]:
 def expected_step_times(
     shape: ModelShape, itemsize: int, kernel: str, bytes_per_s: float, expert_parallel: int = 1
 ) -> StepModel:
-    """Estimate: a step reads the weights and the adapters' matrices once."""
+    """Estimate: a step reads weights and adapters once."""
     dense_rank, expert_rank = bytes_per_rank(shape, itemsize)
     weights = [shape.vocab_size * shape.hidden_size * itemsize, 0]
     for site in shape.sites:
@@ -248,8 +247,8 @@ class TransformerTime:
 
     FLOPs: 2 num_params per token, and 4 num_layers hidden_size per token and attended token.  Bytes: weights
     once, attended KV of decode rows, each used adapter once.  dtype_bytes: per weight, the mean of mixed
-    formats.  flops_per_s, bytes_per_s: reached, not peak; of all the instance's devices.  delta_row_s: a
-    decode row's deltas in all layers; prompt_delta: factor for a prompt row.
+    formats.  flops_per_s, bytes_per_s: reached, not peak; of all devices.  delta_row_s: a decode row's deltas
+    in all layers; prompt_delta: factor for a prompt row.
     """
 
     num_params: float
@@ -273,8 +272,8 @@ class TransformerTime:
     ) -> float:
         """Seconds of a step.
 
-        attended: pairs of a row and an attended token.  decode_context: context tokens of all decode rows.
-        num_deltas: of all rows, through all layers.
+        attended: pairs of a row and an attended token.  decode_context: context tokens of decode rows.
+        num_deltas: of all rows and layers.
         """
         if not num_tokens:
             return 0.0
@@ -283,7 +282,7 @@ class TransformerTime:
         return self.fixed_s + max(compute_s, read / self.bytes_per_s) + num_deltas * self.delta_row_s
 
     def step_model(self, lora_ranks: float, adapter_bytes: float) -> StepModel:
-        """As a performance model, without context terms.
+        """A performance model without context terms.
 
         lora_ranks, adapter_bytes: of each adapter.
         """

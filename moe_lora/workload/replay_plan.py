@@ -30,7 +30,7 @@ def positive(name: str, value: float) -> float:
 def original_arrivals(arrivals_s: Sequence[float], request_rate_per_s: float | None = None) -> FloatArray:
     """Recorded times from 0 on; with a rate, stretched to (n - 1) / last time = rate.
 
-    Raises ValueError for a rate with all requests at one moment.
+    Raises ValueError for a rate without distinct times.
     """
     times = np.asarray(arrivals_s, dtype=np.float64)
     times = times - times[0]
@@ -146,7 +146,7 @@ def read_prompts(path: str | Path) -> list[PromptRow]:
 
 
 def choose_rows(wanted: Sequence[tuple[str | None, int]], rows: Sequence[PromptRow]) -> list[PromptRow]:
-    """For each (adapter, prompt length) a row of that adapter, matched by rank of length.
+    """For each (adapter, prompt length) a row of that adapter, by rank of length.
 
     Raises ValueError if an adapter has no rows.
     """
@@ -170,7 +170,7 @@ def choose_rows(wanted: Sequence[tuple[str | None, int]], rows: Sequence[PromptR
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """Answer `prompt` with len(answer) tokens; both are token ids."""
+    """Answer `prompt` with len(answer) tokens; both token ids."""
 
     index: int
     arrival_s: float
@@ -187,7 +187,7 @@ class PlannedRequest:
     """One request to send.
 
     adapter: None: the base model.  prompt_tokens: of a random prompt, or an estimate for `prompt`.
-    output_tokens: most to generate.  answer: exact expected text, if known.
+    output_tokens: most to generate.  answer: exact text, if known.
     """
 
     index: int
@@ -206,10 +206,10 @@ def make_plan(
     popularity: Popularity | None = None,
     rows: Sequence[PromptRow] | None = None,
 ) -> list[PlannedRequest]:
-    """The requests to send, sorted by arrival.
+    """The requests to send, by arrival.  Deterministic.
 
-    Deterministic.  popularity: for requests without an adapter; None: the base model.  Raises ValueError for
-    a trace without times and no rate, or an empty plan.
+    popularity: for requests without an adapter; None: the base model.  Raises ValueError for a trace without
+    times and no rate, or an empty plan.
     """
     if options.busiest and options.duration_s is not None and trace.has_arrival_times:
         stretch = busiest_stretch([request.arrival_s for request in trace.requests], options.duration_s)

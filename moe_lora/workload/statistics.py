@@ -36,9 +36,8 @@ class LengthStatistics:
 class TraceStatistics:
     """A trace in numbers.
 
-    mean_rate_per_s: (num_requests - 1) / duration_s; None without times, or with one moment.
-    peak_rate_per_s: most requests within window_s, over window_s; at least the mean rate.  adapter_counts:
-    without the base model.
+    mean_rate_per_s: (num_requests - 1) / duration_s; None without two moments.  peak_rate_per_s: most
+    requests within window_s, over window_s; at least the mean rate.  adapter_counts: without the base model.
     """
 
     path: str
@@ -141,7 +140,7 @@ def trace_statistics(
 
 
 def percentile(values: NDArray[np.float64], percent: float) -> float | None:
-    """Linear between the two nearest values, or None."""
+    """Linear between the nearest values, or None."""
     return float(np.percentile(values, percent)) if len(values) else None
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LoRA Server's leases of adapters, and pages."""
+"""A LoRA Server's leases, and pages."""

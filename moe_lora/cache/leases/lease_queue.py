@@ -24,7 +24,7 @@ _NO_OWNER = -1
 
 
 class ServedView(ResidentView, Protocol):
-    """A resident adapter.  owner: the tenant.  room: [K], see `Standing`."""
+    """owner: the tenant.  room: [K], see `Standing`."""
 
     @property
     def owner(self) -> int: ...
@@ -77,7 +77,7 @@ class Standing(Generic[Served]):
         return self._turns[key]
 
     def may_leave(self, tenant: int, room: tuple[int, ...]) -> list[Served]:
-        """Residents evictable for the tenant's room, in order."""
+        """Residents evictable for the tenant, in order."""
         only_beyond = self._used_by[0][tenant] > 0 and self._is_beyond(tenant, room)
         key = (tenant if tenant in self._idle_owners else _NO_OWNER), only_beyond
         if key not in self._leaving:
@@ -135,7 +135,7 @@ class Waiter:
 
     @property
     def takes_nothing(self) -> bool:
-        """The adapter is already in use."""
+        """The adapter is in use."""
         return self.adapter.num_running > 0
 
     def turn(self, standing: Standing[ServedAdapter]) -> float:
@@ -146,7 +146,7 @@ class LeaseQueue:
     """First come first served; adapters without a place are skipped.
 
     After starvation_s a waiter stops younger waiters.  With several tenants, adapters in use are not stopped,
-    and tenants within shares come first.  standing: None for a single tenant.
+    and tenants within shares come first.
     """
 
     def __init__(self, starvation_s: float) -> None:

@@ -38,8 +38,7 @@ Event: TypeAlias = Load | Evict | Grant
 class LeaseTable:
     """Shares `capacity` slots and the ranks' pages among instances.
 
-    `grant_due` grants freed room, once for all changes.  pages_per_rank: of server ranks.  Raises ConfigError
-    for a capacity below 1.
+    `grant_due` grants freed room, once for all changes.  Raises ConfigError for a capacity below 1.
     """
 
     def __init__(
@@ -57,9 +56,9 @@ class LeaseTable:
         self._shares = ArenaShares()
         self._portions = self._shares.portions(0.0)
         self.is_due = False
-        """True after a change that may allow a waiting lease."""
+        """A waiting lease may be possible now."""
         self._is_promised = False
-        """True if freed room belongs to waiters: newcomers wait too."""
+        """Freed room belongs to waiters: newcomers wait too."""
         self._uids = itertools.count(1)
         self._adapters: dict[str, ServedAdapter] = {}
         self._leases: dict[str, dict[str, Grant]] = {}
@@ -121,7 +120,7 @@ class LeaseTable:
             self._queue.put(waiter)
             portions = self._shares.portions(now_s)
             if not is_alone and not np.array_equal(portions, self._portions):
-                self._promise()  # new shares may make older waiters admissible
+                self._promise()  # older waiters may be admissible now
             self._portions = portions
             if is_alone or not self._is_promised:
                 lease = self._grant_youngest(waiter, now_s)
@@ -159,7 +158,7 @@ class LeaseTable:
         self.take_events()
 
     def drop_instance(self, instance: str, now_s: float) -> None:
-        """End all leases and waits of a lost instance."""
+        """End a lost instance's leases and waits."""
         for waiter in [waiter for waiter in self._queue if waiter.instance == instance]:
             self._end_wait(waiter)
         for adapter_id in list(self._leases.get(instance, {})):
@@ -168,7 +167,7 @@ class LeaseTable:
         self._promise()
 
     def is_resident(self, adapter_id: str, generation: int) -> bool:
-        """True if resident in this generation of the slot."""
+        """True if resident in this generation."""
         adapter = self._adapters.get(adapter_id)
         return adapter is not None and adapter.slot is not None and adapter.generation == generation
 
@@ -200,7 +199,7 @@ class LeaseTable:
         while self._residency.is_over and self._residency.evict_idle(self._stand(now_s)):
             pass
         found = set() if self._residency.is_over else {waiter.adapter for waiter in self._queue}
-        # Leases only grow in this loop: an adapter without possible room needs no second look.
+        # Leases only grow here: an adapter without possible room needs no second look.
         while found := {one for one in found if one.num_waiting and self._residency.could_have_room(one)}:
             if not self._grant_first(found, now_s):
                 break
@@ -217,12 +216,12 @@ class LeaseTable:
         self._promise()
 
     def max_capacity(self) -> int | None:
-        """`ServerPages.num_fitting` of the registered adapters; None without any."""
+        """`ServerPages.num_fitting` of registered adapters, or None."""
         known = [adapter.shard_pages for adapter in self._adapters.values() if not adapter.retired]
         return self._residency.pages.num_fitting(known) if known else None
 
     def residents(self) -> Iterable[ServedAdapter]:
-        """The resident adapters, read-only."""
+        """Resident adapters, read-only."""
         return self._residency.adapters.values()
 
     @property
@@ -230,7 +229,7 @@ class LeaseTable:
         return len(self._queue)
 
     def stats(self) -> LeaseStats:
-        """Counts, and bytes of whole pages, for metrics."""
+        """Counts, and bytes of whole pages."""
         found = self._residency
         return LeaseStats(
             num_resident=len(found.adapters),
@@ -263,7 +262,7 @@ class LeaseTable:
         changes_nothing = waiter.takes_nothing and waiter.adapter.owner == waiter.tenant
         lease = self._grant(waiter, now_s)
         if standing is not None and self._queue and not changes_nothing:
-            self.is_due = True  # holdings and turns have changed, nothing fell free
+            self.is_due = True  # holdings and turns have changed
         return lease
 
     def _grant_first(self, among: set[ServedAdapter], now_s: float) -> bool:

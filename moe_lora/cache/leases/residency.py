@@ -18,11 +18,11 @@ from moe_lora.policies.caching.caching import NOBODY
 from .lease_queue import Standing
 
 Run: TypeAlias = tuple[int, int]
-"""(first page, number of pages) in a rank's arena."""
+"""(first page, number of pages)"""
 Runs: TypeAlias = Mapping[int, Mapping[int, Run]]
 """server rank -> layer -> run, without empty ranks and layers."""
 ShardPages: TypeAlias = Mapping[int, Mapping[int, int]]
-"""server rank -> layer -> pages of the shard."""
+"""server rank -> layer -> pages"""
 
 
 class ServerPages:
@@ -82,7 +82,7 @@ class ServerPages:
                 )
 
     def num_fitting(self, known: Sequence[ShardPages]) -> int:
-        """Number of adapters of mean size that fit on every rank, ignoring fragmentation."""
+        """Adapters of mean size that fit on every rank, ignoring fragmentation."""
         return min(
             _num_fitting(num_pages, [sum(shards.get(rank, {}).values()) for shards in known])
             for rank, num_pages in enumerate(self.pages_per_rank)
@@ -90,7 +90,7 @@ class ServerPages:
 
 
 def fits(num_pages: int, taken: Iterable[Run], wanted: Iterable[int]) -> bool:
-    """True if the wanted runs fit beside the taken, first fit in order."""
+    """True if the wanted runs fit beside the taken, first fit."""
     gaps = []
     end = 0
     for first, length in sorted(taken):
@@ -110,7 +110,7 @@ def _num_fitting(num_pages: int, sizes: Sequence[int]) -> int:
 
 
 def enough_gb(num_bytes: int) -> float:
-    """Sufficient budget for the bytes; larger pages cost less than 0.1 %."""
+    """Budget for the bytes; larger pages cost less than 0.1 %."""
     return math.ceil(num_bytes * 1.001 / 1e3) / 1e6
 
 
@@ -145,7 +145,6 @@ class ServedAdapter:
     owner: int = NOBODY
     """Of the last lease."""
     slot: int | None = None
-    """None: not resident."""
     generation: int = 0
     runs: Runs = field(default_factory=dict)
     num_running: int = 0
@@ -201,7 +200,7 @@ class Residency:
         self.capacity = capacity
 
     def hold(self, adapter: ServedAdapter) -> None:
-        """Count a lease: the adapter stays."""
+        """Count a lease."""
         if adapter.num_running == 0:
             self._used = [used + taken for used, taken in zip(self._used, adapter.room, strict=True)]
         adapter.num_running += 1

@@ -63,7 +63,7 @@ class DeviceFrames:
 
     @cached_property
     def sites(self) -> tuple[int, ...]:
-        """Served sites, in a layer's order."""
+        """Served sites, in order."""
         return tuple(i for i in range(len(self.shape.sites)) if self.partition.serves(i))
 
     @property
@@ -89,7 +89,7 @@ class DeviceFrames:
         return 8 * (1 + 2 * self.max_rows)
 
     def ids_at(self, client: int, site: int) -> int:
-        """Offset of an instance's expert ids, int32 [T, K]."""
+        """Offset of expert ids, int32 [T, K]."""
         return self.frame_at(client) + self._places[site].ids
 
     def x_at(self, client: int, site: int) -> int:
@@ -111,11 +111,11 @@ class DeviceFrames:
         return self.num_clients * self._client_bytes
 
     def asked(self, client: int, site: int | None = None) -> int:
-        """Signal, at a server rank, of a step frame or a site's request."""
+        """Signal, at a server rank, of a step frame or a request."""
         return client * (1 + len(self.sites)) + (0 if site is None else 1 + self.sites.index(site))
 
     def answered(self, server_rank: int, site: int) -> int:
-        """Signal, at an instance, of a server rank's answer."""
+        """Signal, at an instance, of an answer."""
         return self._num_requests + server_rank * len(self.sites) + self.sites.index(site)
 
     def answers_of(self, ranks: range, site: int) -> range:
@@ -162,7 +162,7 @@ class DeviceFrames:
 
 
 class DeviceHalf:
-    """A member's half of an instance's puts, with bounded waits."""
+    """A member's half of puts, with bounded waits."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class DeviceHalf:
         self._rows = {site: self._at(site) for site in frames.sites}
 
     def _at(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """x, ids and deltas of a site."""
+        """x, ids and deltas."""
         frames, site, view = self._frames, self._frames.shape.sites[number], self._window.rows
         client, outputs, inputs = self._client, frames.outputs(number), frames.inputs(number)
         x = view(frames.x_at(client, number), inputs, site.in_features, frames.dtype)
@@ -212,8 +212,8 @@ logger = logging.getLogger(__name__)
 class PushedBackend(LoraBackend, DeviceHalf):
     """The backend of a single-process instance.
 
-    num_redone: steps without full answers.  lost: the backend is off after a late answer, as puts may still
-    be under way and no member can rejoin.
+    num_redone: steps without full answers.  lost: off after a late answer, as puts may still be under way and
+    no member can rejoin.
     """
 
     def __init__(self, group: DevicePuts, frames: DeviceFrames, client: int, answer_timeout_s: float) -> None:
@@ -269,7 +269,7 @@ class PushedBackend(LoraBackend, DeviceHalf):
             self._group.put_pieces(self._window, [laid], frames.asked(client), server_rank)
 
     def abandon_step(self) -> None:
-        """Half a step ends all puts: servers wait for every site in order."""
+        """Half a step ends all puts: servers wait for sites in order."""
         if self._is_under_way and not self.lost:
             self._is_under_way, self.lost = False, True
             logger.error(

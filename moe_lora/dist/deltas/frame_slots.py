@@ -21,11 +21,11 @@ SPIN_S, FIRST_SLEEP_S, LONGEST_SLEEP_S = 1e-3, 50e-6, 1e-3
 """A worker spins for a layer's time, then sleeps ever longer."""
 
 Compute = Callable[[DeltaRequest, torch.Tensor], int]
-"""Fills a request's deltas [R, N]; returns the answer's state."""
+"""Fills deltas [R, N]; returns the answer's state."""
 
 
 class FrameSlots:
-    """One worker's slots, mapped in the engine or the worker.
+    """One worker's slots, mapped in engine or worker.
 
     Both windows have `depth` frames and words; answers also refusal words.
     """
@@ -61,7 +61,7 @@ class FrameSlots:
         return self._first_with(self._answered, self._refused)
 
     def uses(self) -> list[int]:
-        """The unanswered use of each slot, 0 without."""
+        """Each slot's unanswered use, or 0."""
         return [
             self._asked(slot) if self._asked(slot) > self._answered(slot) else 0 for slot in range(self.depth)
         ]

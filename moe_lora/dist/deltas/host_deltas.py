@@ -94,9 +94,9 @@ class FailureLog:
 
 
 class HostDeltas:
-    """Deltas from adapters in host memory, bit-equal to a server on CPU, close to a server on CUDA.
+    """Deltas from host memory, bit-equal to a server on CPU, close to a server on CUDA.
 
-    shard: of a rank with a part of each matrix, sized by `shape`; parts are copies.
+    shard: as in `FrameLayout`; parts are copies.
     """
 
     def __init__(self, shape: ModelShape, store: HostStore, shard: ModelShard | None = None) -> None:
@@ -138,7 +138,7 @@ class HostDeltas:
         return self._store.get(content_hash, content_hash), {}
 
     def _layer(self, content_hash: str, number: int) -> tuple[torch.Tensor, SlotTable]:
-        """A layer's data, and its table of one slot.  Raises AdapterError."""
+        """Data, and a table of one slot.  Raises AdapterError."""
         packed, layers = self._adapter(content_hash)
         try:
             if number not in layers:
@@ -159,7 +159,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostCompute(Protocol):
-    """Computes deltas on the host's cores.  num_tokens: per piece."""
+    """Computes deltas on the host.  num_tokens: per piece."""
 
     num_tokens: int
 
@@ -177,7 +177,7 @@ class HostCompute(Protocol):
 
 
 class OnHost:
-    """Rows of a request under computation on the host, in pieces.
+    """A request's rows on the host, in pieces.
 
     tokens: [T] bool.  rows: of the answer.  deltas: [number of rows, N].  wanted: a session waits.
     """
@@ -199,7 +199,7 @@ class OnHost:
         self._next_token = self._next_row = 0
 
     def compute_piece(self, host: HostCompute) -> None:
-        """Compute the next num_tokens tokens."""
+        """Compute num_tokens more tokens."""
         first, self._next_token = self._next_token, self._next_token + host.num_tokens
         tokens = np.arange(len(self._row_adapter))[first : self._next_token]
         piece = _some(self._request, tokens)
@@ -233,7 +233,7 @@ class HostShare:
         self._on_done = on_done
         self._thread = ThreadPoolExecutor(1, "host-share")
         self._of: dict[object, OnHost | None] = {}
-        """None: the host can't compute the session's request."""
+        """None: not computable here."""
         self._failures = FailureLog(logger, "the host can't compute its rows, so instances do")
 
     def begin(
@@ -280,14 +280,14 @@ class HostShare:
         return session in self._of
 
     def has(self, session: object) -> bool:
-        """True for a done or failed request."""
+        """True if done or failed."""
         if session not in self._of:
             return False
         on_host = self._of[session]
         return on_host is None or on_host.done
 
     def take(self, session: object) -> OnHost | None:
-        """The request's finished result, or None."""
+        """The finished result, or None."""
         on_host = self._of.pop(session, None)
         if on_host is None:
             return None
@@ -300,7 +300,7 @@ class HostShare:
         return on_host
 
     def close(self) -> None:
-        """Wait for the end of all computation."""
+        """Wait for all computation."""
         for session in list(self._of):
             self.take(session)
         self._thread.shutdown()

@@ -62,7 +62,7 @@ class _SiteInput(NamedTuple):
 
 @dataclass
 class _Part:
-    """One request, and its rows of y.  sent None: delta was computed here."""
+    """sent None: delta was computed here."""
 
     rows: torch.Tensor
     row_adapter: np.ndarray
@@ -71,14 +71,14 @@ class _Part:
 
 
 Shares: TypeAlias = Sequence[tuple[int, np.ndarray]]
-"""Servers, with their candidate token rows."""
+"""Servers, with candidate token rows."""
 
 
 class Division(Protocol):
     """Division of rows among servers."""
 
     def shares(self, layer: int, site: int, tokens: np.ndarray, slot: np.ndarray) -> Shares:
-        """Servers of the site; slot: [T] of all rows."""
+        """slot: [T] of all rows."""
         ...
 
     def experts_of(self, server: int) -> range: ...
@@ -102,7 +102,7 @@ class ServerPartition:
 
 
 class SessionLink(Protocol):
-    """A standing connection to a server."""
+    """A connection to a server."""
 
     session: ClientSession | None
 
@@ -126,7 +126,6 @@ class DividedBackend(LoraBackend):
         return {}
 
     def _shares(self, group: int, layer: int, site: int) -> tuple[RemoteRows, Shares]:
-        """The group's rows, and each server's tokens at the site."""
         rows = self._once(self._rows, group)
         tokens = rows.tokens_at(site)
         return rows, self._division.shares(layer, site, tokens, rows.slot) if len(tokens) else ()
@@ -138,9 +137,8 @@ class DividedBackend(LoraBackend):
 class RemoteBackend(DividedBackend):
     """Over a LoRA Server's ranks, or over host workers.
 
-    Requests without an answer are computed here from the host store.  `num_host_rows`: from a LoRA Server's
-    host workers.
-    Source: InfiniLoRA sections 3 and 5.1.
+    Unanswered requests are computed here from the host store.  `num_host_rows`: from a LoRA Server's host
+    workers.  Source: InfiniLoRA sections 3 and 5.1.
     """
 
     num_fallback_rows = num_host_rows = 0
@@ -160,7 +158,7 @@ class RemoteBackend(DividedBackend):
         self._host = HostDeltas(shape, store, layout.shard)
 
     def follow(self, other: RemoteBackend) -> None:
-        """Send later rows to the server of `other`; between steps."""
+        """Send later rows to the other's server; between steps."""
         self._division, self._links = other._division, other._links
 
     def abandon_step(self) -> None:
@@ -229,7 +227,7 @@ class RemoteBackend(DividedBackend):
         ids: np.ndarray | None,
         y_rows: np.ndarray,
     ) -> _Part:
-        """One request; tokens [T'] own the rows x_rows [T'] of x, all with or all without leases."""
+        """tokens [T'] own the rows x_rows [T'] of x, all with or all without leases."""
         rows, layer, site, x = given
         session = self._links[server].session
         leased = rows.slot[tokens[0]] >= 0

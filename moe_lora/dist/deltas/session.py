@@ -74,7 +74,7 @@ class FrameLayout:
 
 @dataclass(frozen=True)
 class DeltaRequest:
-    """One site's work for one server: views of a frame."""
+    """One site's work: views of a frame."""
 
     layer: int
     site: int
@@ -95,7 +95,7 @@ def lay_out_request(
     top_k: int,
     num_rows: int,
 ) -> DeltaRequest:
-    """Write the header; returns the arrays to fill, views of `frame`.  top_k 0: no ids."""
+    """Write the header; returns views to fill.  top_k 0: no ids."""
     frame.numpy()[:HEADER_BYTES].view(np.int64)[:5] = (layer, site, num_tokens, top_k, num_rows)
     return read_request(frame, layout)
 
@@ -133,7 +133,7 @@ def request_at(
     top_k: int,
     num_rows: int,
 ) -> DeltaRequest:
-    """The request of these sizes; ignores the header."""
+    """Ignores the header."""
     raw, num_ids = frame.numpy(), num_tokens * top_k
     of_slot, of_generation, of_ids, of_x = starts(HEADER_BYTES, 4 * num_tokens, 8 * num_tokens, 4 * num_ids)
     slot = raw[of_slot : of_slot + 4 * num_tokens].view(np.int32)
@@ -146,7 +146,7 @@ def request_at(
 
 
 def check_ids(request: DeltaRequest, layout: FrameLayout) -> None:
-    """Raises ValueError unless each answer row belongs to a token, or to an expert."""
+    """Raises ValueError unless answer rows belong to tokens or experts."""
     if request.ids is None:
         fits = request.num_rows == len(request.slot)
     else:
@@ -174,12 +174,12 @@ def read_answer_header(frame: torch.Tensor) -> tuple[int, int, int, int]:
 
 
 def answer_size(layout: FrameLayout, site: int, num_rows: int) -> int:
-    """Bytes of an answer, header included."""
+    """Bytes, header included."""
     return HEADER_BYTES + num_rows * layout.shape.sites[site].total_out_features * layout.dtype.itemsize
 
 
 def answer_rows(frame: torch.Tensor, layout: FrameLayout, site: int, num_rows: int) -> torch.Tensor:
-    """An answer's deltas: [num_rows, N] in the model's dtype, a view."""
+    """Deltas: [num_rows, N] in the model's dtype, a view."""
     width = layout.shape.sites[site].total_out_features
     end = answer_size(layout, site, num_rows)
     return frame[HEADER_BYTES:end].view(layout.dtype).view(num_rows, width)
@@ -234,10 +234,7 @@ class ExchangeTimes:
 
 @dataclass(eq=False)
 class Sent:
-    """A request under way.
-
-    request: copied if its frame is reused.  delta: an answer taken for the reuse.
-    """
+    """request: copied if its frame is reused.  delta: an answer taken for the reuse."""
 
     number: int
     request: DeltaRequest
@@ -271,7 +268,7 @@ class ClientSession:
         self._under_way: dict[int, Sent] = {}
         self._next = 0
         self._first_kept = 0
-        """Earlier requests' answers are dropped."""
+        """Earlier answers are dropped."""
         self.broken = False
         self._answer_frames = list(answers.bytes.view(depth, layout.answer_bytes))
         self.observed: list[ExchangeTimes] | None = None

@@ -35,11 +35,11 @@ class Stream(Protocol):
     device: torch.device
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        """A copy on the device; the array may change."""
+        """A copy; the array may change."""
         ...
 
     def queue(self, operation: Callable[[], object]) -> None:
-        """Queue torch calls on tensors and frames, without waits."""
+        """Queue torch calls, without waits."""
         ...
 
     def ask(
@@ -56,7 +56,7 @@ class Stream(Protocol):
         ...
 
     def register(self, memory: torch.Tensor) -> Callable[[], None]:
-        """Give the device access to host memory; returns the undo.  Raises ConfigError."""
+        """Give the device access; returns the undo.  Raises ConfigError."""
         ...
 
     def synchronize(self) -> None:
@@ -91,10 +91,7 @@ class StreamSession:
         self._next = 0
 
     def ask(self, facts: tuple[int, int, int, int, int], fill: Callable[[DeltaRequest], object]) -> SlotUse:
-        """Request deltas.
-
-        facts: layer, site, num_tokens, top_k, num_rows.  fill: queued, writes the rest.
-        """
+        """facts: layer, site, num_tokens, top_k, num_rows.  fill: queued, writes the rest."""
         slots, slot = self._slots, self._next
         self._next = (slot + 1) % slots.depth
         before = self._asked[slot]
@@ -108,7 +105,7 @@ class StreamSession:
         return asked
 
     def take(self, asked: SlotUse) -> None:
-        """Queue, once, the wait and the copy to `asked.delta`."""
+        """Queue, once, wait and copy to `asked.delta`."""
         if asked.taken:
             return
         asked.taken = True
@@ -132,7 +129,7 @@ class StreamSession:
 
 
 class StreamLink(Protocol):
-    """A standing session with one worker; every use is answered.
+    """A session with one worker; every use is answered.
 
     num_fallback_rows: answered by the engine.  problems: of rows without deltas, by `content_number`.
     """
@@ -144,7 +141,7 @@ class StreamLink(Protocol):
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of one request, on the device.  rows, generation: [P] int64."""
+    """rows, generation: [P] int64."""
 
     worker: int
     rows: torch.Tensor
@@ -154,7 +151,7 @@ class _Piece:
 class StreamBackend(DividedBackend):
     """Over host workers and a device's stream.
 
-    The host does not know the chosen experts: a worker answers a row for each id.
+    The host does not know chosen experts: a worker answers a row for each id.
     """
 
     def __init__(
@@ -239,7 +236,7 @@ def _add(asked: SlotUse, y: torch.Tensor, y_rows: torch.Tensor) -> None:
 class CudaStream:
     """A CUDA device's current stream.  Raises ImportError without Triton.
 
-    Signals are kernels of `kernels.triton.signals`, compiled here for operands at multiples of 16 bytes.
+    Signals are kernels of `kernels.triton.signals`, compiled for operands at multiples of 16 bytes.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -63,7 +63,7 @@ def read_host_times(
 ) -> HostTimes:
     """The times in a file of `moe-lora profile-steps --host-worker`.
 
-    machine, model: required origin.  Raises ConfigError with the file and the fault.
+    machine, model: required origin.  Raises ConfigError with file and fault.
     """
     section = _read(path)
     if section is None:
@@ -94,7 +94,7 @@ def _read(path: str | Path) -> _Section | None:
 
 
 def emulated(times: HostTimes, emulation: EmulationConfig) -> HostTimes:
-    """The times with emulated device, links and workers."""
+    """Times with emulated device, links and workers."""
     if emulation.step_profile is not None:
         prefill = emulation.step_profile.prefill
         times = replace(times, device=PartTime(fixed_s=prefill.fixed_s, per_token_s=prefill.per_row_s))
@@ -132,7 +132,7 @@ def host_start(config: EngineConfig, times: HostTimes) -> HostStart | None:
 
 
 def routed_host_start(config: EngineConfig, path: str | Path) -> HostStart | None:
-    """`host_start` for routers, without the instances' device and model.
+    """`host_start` without the instances' device and model.
 
     None also for "auto" with a CPU device's file or no times.  Raises ConfigError.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A host worker: a process on its own core that computes deltas from adapters in host memory.
+"""A process on its own core that computes deltas from host memory.
 
 Serves a `dist.deltas.session` or `frame_slots`, and ends with the engine.  Source: Toppings section 4.2.
 """
@@ -54,7 +54,7 @@ class WorkerSetUp:
 
 
 class StoreDeltas:
-    """Answers requests from a store's adapters, named by `content_number`."""
+    """Answers from a store's adapters, named by `content_number`."""
 
     def __init__(self, shape: ModelShape, store: HostStore, shard: ModelShard | None = None) -> None:
         self._store = store

@@ -48,7 +48,7 @@ class WorkerTimes:
 
 
 class WorkerLink(threading.Thread):
-    """Keeps one worker process and a session; session None: the engine computes deltas."""
+    """Keeps one worker process and a session, or None: the engine computes."""
 
     session: ClientSession | None = None
     _end_s = 1.0
@@ -131,7 +131,7 @@ class WorkerLink(threading.Thread):
                 pass
 
     def _windows(self, held: contextlib.ExitStack) -> tuple[str, bytes, bytes | None]:
-        """The worker's name, and window descriptors."""
+        """Name, and window descriptors."""
         label = f"{self.name}-{next(self._starts)}"
         self._answers = self._transport.alloc(label, DEPTH * self._layout.answer_bytes, 1)
         held.callback(self._answers.free)
@@ -141,7 +141,6 @@ class WorkerLink(threading.Thread):
         return connection.poll(START_TIMEOUT_S)
 
     def _open(self, requests: bytes, held: contextlib.ExitStack) -> None:
-        """Use a ready worker's window."""
         there = self._transport.attach(requests)
         held.callback(self._transport.detach, there)
         self.session = ClientSession(
@@ -177,7 +176,7 @@ _ANSWER_LOOK_S, _SERVING_LOOK_S = 0.02, 10 * FIRST_SLEEP_S
 
 
 class StreamWorkerLink(WorkerLink):
-    """Keeps one worker process, and a stream's slots beyond the process's end."""
+    """Keeps a process, and slots beyond the process's end."""
 
     _end_s = 0.0
 

@@ -56,9 +56,9 @@ def check_cores(
 class HostWorkers:
     """The host workers of one engine process, and their LoraBackend.
 
-    store None: a new store in a folder of the engine.  num_tokens: per step in time, over all workers.
-    cores: one per worker.  stream None: the engine's thread waits.  Raises EngineDeadError if a worker does
-    not start, ConfigError if the device can't use the frames.
+    store None: a new store in the engine's folder.  num_tokens: per step in time, over all workers.  cores:
+    one per worker.  stream None: the engine's thread waits.  Raises EngineDeadError if a worker does not
+    start, ConfigError if the device can't use the frames.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class HostWorkers:
     def failures(self) -> dict[int, Exception]:
         """Errors by `content_number` since the last call; their step's rows are wrong.
 
-        Call this after the device has ended the step.  Without a stream the step raises instead.
+        Call after the device's step.  Without a stream the step raises instead.
         """
         return self.backend.failures()
 
@@ -174,7 +174,7 @@ def _own_folder() -> OwnFolder:
 class RowShares:
     """Divides a site's rows over the workers, in pieces of at most c = tokens_per_worker rows.
 
-    Pieces go to workers in turn: L rows occupy ⌈L / c⌉ workers.  Source: Toppings section 4.2.
+    In turn: L rows occupy ⌈L / c⌉ workers.  Source: Toppings section 4.2.
     """
 
     def __init__(self, num_workers: int, tokens_per_worker: int, num_experts: int) -> None:

@@ -145,11 +145,10 @@ class LeaseClient:
     def succeed(self, former: LeaseClient) -> None:
         """Take over what `former` needs now; an adapter that is refused is computed by the instance."""
         for adapter_id in former._registered - self._registered:
-            try:
-                self.register(adapter_id)
-            except CapacityError as error:
-                self._registered.add(adapter_id)
-                self._rejected[adapter_id] = error
+            self._registered.add(adapter_id)
+            if (peer := self._peer) is not None:  # else a rejoin registers
+                known = self._make_known_again(peer, adapter_id, asyncio.Semaphore())
+                asyncio.run_coroutine_threadsafe(known, network().loop)
         for adapter_id in self._registered - former._registered:
             self.unregister(adapter_id)
         for adapter_id, (_, askers) in former._wanted.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of every transport, in OpenSHMEM's words: windows of memory, and counting signals.
+"""The contract of every transport, in OpenSHMEM's words.
 
 Peers `attach` to a window's descriptor, put bytes and raise a signal.  A reader of the value sees the bytes
 (release store, acquire load).  Signals are unsigned 64-bit with one writer at a time; a lower value changes
@@ -33,7 +33,7 @@ LINE_BYTES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Descriptor:
-    """One window: owner, size, and facts of its medium."""
+    """A window's owner, size, and medium."""
 
     kind: str
     peer: str
@@ -172,10 +172,7 @@ class Window(ABC):
         self.words.set(signal, value)
 
     def free(self) -> None:
-        """Free the window: peers' later puts raise PeerGoneError, at the latest in quiet, or change nothing.
-
-        Idempotent.
-        """
+        """Peers' later puts raise PeerGoneError, at the latest in quiet, or change nothing.  Idempotent."""
         if self._owner.forget(self):
             self.discard()
 
@@ -191,15 +188,13 @@ class RemoteWindow(ABC):
         self.num_bytes, self.num_signals = found.num_bytes, found.num_signals
 
     def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor | None:
-        """The peer's bytes mapped here, uint8 [num_bytes] (shmem_ptr), for writes before `signal`; None
-        without a mapping.
-        """
+        """The peer's bytes here, uint8 [num_bytes] (shmem_ptr), written before `signal`; None: not mapped."""
         check_range(self, offset_bytes, num_bytes)
         return None
 
     @abstractmethod
     def signal(self, signal: int, value: int) -> None:
-        """Raise a signal behind all earlier writes and puts.  Raises PeerGoneError."""
+        """Raise a signal behind earlier writes and puts.  Raises PeerGoneError."""
 
     @abstractmethod
     def alive(self) -> bool:
@@ -252,9 +247,7 @@ class Transport(ABC):
 
     @abstractmethod
     def attach(self, descriptor: bytes) -> RemoteWindow:
-        """The window of a descriptor.  Raises PeerUnreachableError for a lost window, ValueError for another
-        transport, version or size.
-        """
+        """Raises PeerUnreachableError for a lost window, ValueError for another transport, version, size."""
 
     @abstractmethod
     def put_signal(
@@ -297,7 +290,7 @@ class Transport(ABC):
     def wait_any(self, waits: Sequence[tuple[Window, int, int]], timeout_s: float | None) -> int | None:
         """Index of the first reached (window, signal, at_least); None after timeout_s.
 
-        Spins briefly, then sleeps, over any number of signals of this transport's windows.
+        Spins briefly, then sleeps, over this transport's windows.
         """
         return self._waiter.any(waits, timeout_s)
 
@@ -306,7 +299,7 @@ class Transport(ABC):
         """Release a peer's window; views stay mapped.  Idempotent."""
 
     def close(self) -> None:
-        """Free and detach all windows, stop threads.  Idempotent."""
+        """Free and detach windows, stop threads.  Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -338,9 +331,9 @@ KINDS = tuple(_PLACES)
 
 
 def make_transport(kind: str, *, name: str, **options: Any) -> Transport:
-    """One process's end of a transport.  Raises ValueError for an unknown kind.
+    """Raises ValueError for an unknown kind.
 
-    name: unique in the cluster, e.g. "server/3"; a restarted process keeps its name.
+    name: unique in the cluster, e.g. "server/3"; kept by a restarted process.
     """
     if kind not in _PLACES:
         raise ValueError(f"transport {kind!r} is unknown; choose one of {', '.join(_PLACES)}")

@@ -41,7 +41,7 @@ class SymmetricWindow:
     """int64 [num_signals * 8], on the device; word 8 * i is signal i"""
 
     def rows(self, start_bytes: int, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """The place from start_bytes, as [num_rows, width]."""
+        """From start_bytes, as [num_rows, width]."""
         end_bytes = start_bytes + num_rows * width * dtype.itemsize
         return self.bytes[start_bytes:end_bytes].view(dtype).view(num_rows, width)
 

@@ -33,7 +33,7 @@ from .shm_library import SignalWaiter, SignalWords, lines
 
 
 class GlooWindow(Window):
-    """Private memory, filled by receiver threads."""
+    """Filled by receiver threads."""
 
     def __init__(
         self, owner: GlooTransport, number: int, label: str, num_bytes: int, num_signals: int
@@ -65,7 +65,7 @@ class GlooRemoteWindow(RemoteWindow):
         self.link: Link | None = link
 
     def signal(self, signal: int, value: int) -> None:
-        """Raise a signal behind earlier puts."""
+        """Behind earlier puts."""
         self.put(0, None, signal, value)
 
     def alive(self) -> bool:
@@ -101,7 +101,7 @@ class GlooRemoteWindow(RemoteWindow):
 
 
 class GlooTransport(Transport):
-    """torch.distributed send/recv; see the contract."""
+    """See the contract."""
 
     kind = "gloo"
     local_window = GlooWindow
@@ -124,18 +124,18 @@ class GlooTransport(Transport):
         self._links: dict[_Address, Link] = {}
         self._reception: Reception | None = None
         self._turns: WeakValueDictionary[_Address, threading.Lock] = WeakValueDictionary()
-        """Locks of links and their windows: an unreachable peer delays no other."""
+        """Locks of links and windows: an unreachable peer delays no other."""
         atexit.register(self.close)  # a receiver left in gloo at exit aborts the process
 
     def address(self) -> dict[str, Any]:
-        """Address for peers' links; starts the reception."""
+        """For peers' links; starts the reception."""
         with self._lock:
             if self._reception is None:
                 self._reception = Reception(self._host, self._device, self._timeout_s, self._windows.get)
             return {"host": self._host, "port": self._reception.port, "tag": self._reception.tag}
 
     def attach(self, descriptor: bytes) -> GlooRemoteWindow:
-        """Connect to the window's owner, once."""
+        """Connect, once."""
         found = Descriptor.decode(descriptor, self.kind)
         with self._turn(_address_in(found)):
             return self._attach(found)
@@ -181,7 +181,7 @@ class GlooTransport(Transport):
         dst.put(offset_bytes, src, signal, value)
 
     def get(self, src: GlooRemoteWindow, offset_bytes: int, out: torch.Tensor) -> None:
-        """Request the bytes from the peer's receiver thread."""
+        """The peer's receiver thread answers."""
         check_range(src, offset_bytes, check_tensor(out, "out"))
         src.ask(Op.GET, offset_bytes, out)
 
@@ -193,7 +193,7 @@ class GlooTransport(Transport):
         dst.ask(Op.QUIET)
 
     def detach(self, remote: GlooRemoteWindow) -> None:
-        """Release a peer's window; its last window closes the link."""
+        """A peer's last window closes the link."""
         with self._turn(remote.address):
             remote.link = None
             self._remotes.discard(remote)

@@ -118,7 +118,7 @@ class Link:
         self._send(request, _REQUEST_TAG, timeout)
 
     def serve(self, place: Callable[[int], Any]) -> None:
-        """Serve requests until the other end's goodbye.  place(id): a window or None.
+        """Serve until the other end's goodbye.  place(id): a window or None.
 
         Raises ValueError for a request beyond its window, before any write.
         """

@@ -67,7 +67,7 @@ class NixlWindow(Window):
         self._registered = owner.agent.register_memory(self._memory)
 
     def medium(self) -> dict[str, Any]:
-        """NIXL's metadata and the address."""
+        """NIXL's metadata and address."""
         agent, metadata = self._transport.identity()
         return {
             "agent": agent,
@@ -78,7 +78,7 @@ class NixlWindow(Window):
         }
 
     def read_signal(self, signal: int) -> int:
-        """Present value, after collecting notifications."""
+        """Collects notifications first."""
         check_signal(self, signal)
         self._transport.collect()
         return self.words.read(signal)
@@ -118,7 +118,7 @@ class NixlRemoteWindow(RemoteWindow):
         self._transport = transport
 
     def signal(self, signal: int, value: int) -> None:
-        """Raise a signal behind earlier puts."""
+        """Behind earlier puts."""
         self._transport.put_signal(self, 0, None, signal, value)
 
     def alive(self) -> bool:
@@ -126,14 +126,14 @@ class NixlRemoteWindow(RemoteWindow):
         return self.reachable
 
     def gone(self, reason: object, process_lost: bool = True) -> PeerGoneError:
-        """Marks the window as lost; returns the error to raise."""
+        """Marks the window as lost; returns the error."""
         self.reachable = False
         self.process_lost |= process_lost
         return self.gone_error(reason)
 
 
 class NixlTransfers:
-    """Starts and ends the transfers of one agent."""
+    """Transfers of one agent."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class NixlTransfers:
         lock: threading.RLock,
         meanwhile: Callable[[], None],
     ) -> None:
-        """lock: held around each use of the agent.  meanwhile: called during waits."""
+        """lock: around uses of the agent.  meanwhile: called during waits."""
         self._agent, self._errors, self._lock, self._meanwhile = agent, errors, lock, meanwhile
 
     def start(
@@ -167,7 +167,7 @@ class NixlTransfers:
         return Transfer(handle=handle, registered=registered, tensor=tensor, notice=notice)
 
     def ended(self, transfers: list[Transfer], remote: NixlRemoteWindow) -> bool:
-        """Progress transfers, drop finished ones in order, and send their notices; True if none is left.
+        """Progress transfers, drop finished ones in order, and send notices; True if none is left.
 
         Raises PeerGoneError.
         """
@@ -194,7 +194,7 @@ class NixlTransfers:
         return state
 
     def finish(self, transfers: list[Transfer], remote: NixlRemoteWindow, timeout_s: float) -> None:
-        """Wait for the transfers in the list now.  Raises PeerGoneError, also after timeout_s."""
+        """Wait for the present transfers.  Raises PeerGoneError, also after timeout_s."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             last = transfers[-1] if transfers else None
@@ -221,7 +221,7 @@ class NixlTransfers:
 
 
 class NixlTransport(Transport):
-    """NIXL writes with notifications; see the contract."""
+    """See the contract."""
 
     kind = "nixl"
     local_window = NixlWindow
@@ -258,7 +258,7 @@ class NixlTransport(Transport):
             return self._agent_name, self.agent.get_agent_metadata()
 
     def attach(self, descriptor: bytes) -> NixlRemoteWindow:
-        """Connect to the window's owner, and read the header."""
+        """Connect, and read the header."""
         found = Descriptor.decode(descriptor, self.kind)
         remote = NixlRemoteWindow(found, self)
         lost: tuple[type[Exception], ...] = (PeerGoneError, *self._errors)
@@ -291,7 +291,7 @@ class NixlTransport(Transport):
     def put_signal(
         self, dst: NixlRemoteWindow, offset_bytes: int, src: torch.Tensor | None, signal: int, value: int
     ) -> None:
-        """Write, then notify; a notice waits for all earlier writes."""
+        """A notice waits for all earlier writes."""
         check_signal(dst, signal, value)
         num_bytes = 0 if src is None else check_tensor(src, "src")
         check_range(dst, offset_bytes if num_bytes else 0, num_bytes)

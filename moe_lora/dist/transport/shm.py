@@ -88,7 +88,7 @@ class OwnSegment(Segment):
 
 
 def map_peer_segment(found: Descriptor, fd_number: int, tag: int) -> Segment:
-    """The peer's segment.  Raises PeerUnreachableError, or ValueError for wrong sizes."""
+    """Raises PeerUnreachableError, or ValueError for wrong sizes."""
     pid = found.medium["pid"]
     try:
         fd = os.open(f"/proc/{pid}/fd/{fd_number}", os.O_RDWR | os.O_CLOEXEC)
@@ -116,7 +116,7 @@ def map_peer_segment(found: Descriptor, fd_number: int, tag: int) -> Segment:
 
 
 class ShmWindow(Window):
-    """Local memory in its own segment."""
+    """In its own segment."""
 
     def __init__(
         self, owner: ShmTransport, number: int, label: str, num_bytes: int, num_signals: int
@@ -202,7 +202,7 @@ _SHORT_COPY_BYTES = 64 << 10
 
 
 class ShmTransport(Transport):
-    """Shared memory on one host; see the contract."""
+    """See the contract."""
 
     kind = "shm"
     local_window = ShmWindow

@@ -64,7 +64,7 @@ class SignalWords:
         return self._start + signal * LINE_BYTES
 
     def tensor(self, signal: int) -> torch.Tensor:
-        """The signal's word, int64 [1], for a device."""
+        """The word, int64 [1], for a device."""
         start = signal * LINE_BYTES
         return self.memory[start : start + 8].view(torch.int64)
 

@@ -66,18 +66,23 @@ class LeasedAdapters(AdapterStore):
         return self
 
     def prepare(self, packed: PackedAdapter) -> PackedAdapter:
-        """Put the adapter into the server's host store; thread-safe."""
+        """Put the adapter into the server's host store, and register it: this waits for the server.
+
+        Thread-safe.  Raises CapacityError for an adapter beyond the server's capacity.
+        """
         self._server.store.put(packed)
+        with self._lock:
+            self._prepared[packed.content_hash] = packed
+        self._register(packed)
         return packed
 
     def undo_prepare(self, packed: PackedAdapter) -> None:
-        """No effect: the server's host store serves all instances."""
+        """The server's host store keeps the content for all instances."""
+        if self._prepared.pop(packed.content_hash, None) is not None:
+            self._unregister(packed.content_hash)
 
     def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
-        """Mapped from the server's host store.
-
-        Raises CapacityError for an adapter beyond the server's capacity.
-        """
+        """Mapped from the server's host store; registered, unless `prepare` did so.  Raises as `prepare`."""
         content_hash, store = packed.content_hash, self._server.store
         store.put(packed)
         try:
@@ -87,13 +92,9 @@ class LeasedAdapters(AdapterStore):
             store.remove(content_hash)
             store.put(packed)
             mapped = store.get(content_hash, packed.name)
+        if self._prepared.pop(content_hash, None) is None:
+            self._register(packed)
         packed = super().keep(mapped, path)
-        try:
-            self._leases.register(content_hash)
-        except CapacityError as error:
-            super().forget(packed)
-            about = f"adapter {packed.name!r} of {packed.nbytes / 1e9:.6f} GB"
-            raise type(error)(f"{about} can't be served by the LoRA Server: {error}") from error
         self._mapped.setdefault(content_hash, mapped)
         return packed
 
@@ -102,7 +103,23 @@ class LeasedAdapters(AdapterStore):
         content_hash = packed.content_hash
         if content_hash not in self._kept:
             del self._mapped[content_hash]
-            self._leases.unregister(content_hash)
+            self._unregister(content_hash)
+
+    def _register(self, packed: PackedAdapter) -> None:
+        leases = None
+        try:
+            while leases is not self._leases:  # a move may have replaced them
+                leases = self._leases
+                leases.register(packed.content_hash)
+        except CapacityError as error:
+            self._prepared.pop(packed.content_hash, None)
+            about = f"adapter {packed.name!r} of {packed.nbytes / 1e9:.6f} GB"
+            raise type(error)(f"{about} can't be served by the LoRA Server: {error}") from error
+
+    def _unregister(self, content_hash: str) -> None:
+        with self._lock:  # a `prepare` meanwhile registers after this
+            if content_hash not in self._kept and content_hash not in self._prepared:
+                self._leases.unregister(content_hash)
 
     def delete(self, content_hash: str) -> None:
         """Delete a content's file where no instance has the adapter."""

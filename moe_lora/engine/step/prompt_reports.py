@@ -6,15 +6,13 @@ Legend: T token rows, N scored rows, V vocabulary, H hidden size.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence as Seq
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from moe_lora.core.request import NO_TOKEN, GenerateRequest, PromptReport, TokenLogprobs
+from moe_lora.core.request import NO_TOKEN, GenerateRequest, PromptReport
 from moe_lora.engine.sequence import Sequence
 from moe_lora.models.causal_lm import CausalLM, LayerForward
 from moe_lora.scheduling.views import Scheduled
@@ -27,15 +25,17 @@ if TYPE_CHECKING:
 
 LOGITS_BYTES = 64 << 20
 """Bytes of logits at once: [N, V] fp32."""
+MAX_BYTES = 1 << 30
+"""Log probabilities of a prompt in host memory."""
 
 
 class PromptRecord:
     """A request's report, collected over steps; a later compute of a token counts.
 
-    num_scored: without the first token.
+    num_scored: without the first token.  Raises ValueError above MAX_BYTES.
     """
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest, vocab_size: int) -> None:
         sampling = request.sampling
         self.prompt = request.prompt_token_ids
         self.num_top = sampling.prompt_logprobs
@@ -43,30 +43,22 @@ class PromptRecord:
         self._first_listed = sampling.prompt_logprob_start
         self.first_scored = self._first_listed if self.num_top is None else 0
         self.num_scored = 0 if self.num_top is None and not self._listed else len(self.prompt) - 1
+        self._width = vocab_size if self.num_top == -1 else min(self.num_top or 0, vocab_size)
+        if (num_bytes := 8 * self.num_scored * (1 + self._width)) > MAX_BYTES:
+            what = f"prompt_logprobs has {num_bytes} bytes, more than {MAX_BYTES}"
+            raise ValueError(f"{what}; shorten the prompt, or lower prompt_logprobs")
         self.wants_hidden = sampling.hidden_state
         self.hidden: HostCopy | None = None
-        self._scores: dict[int, tuple[_Chunk, int]] = {}
-        self._latest: deque[_Chunk] = deque(maxlen=2)
+        self._scores: dict[int, tuple[LogprobReport, LogprobReport | None, int]] = {}
 
     def listed(self, position: int) -> tuple[int, ...]:
         """Token ids to score here."""
         place = position - self._first_listed
-        return (
-            tuple(one for one in self._listed[place] if one != NO_TOKEN)
-            if 0 <= place < len(self._listed)
-            else ()
-        )
+        return self._listed[place] if 0 <= place < len(self._listed) else ()
 
-    def add(self, position: int, chunk: _Chunk, row: int) -> None:
-        """The token after this position has the scores of the chunk's row.
-
-        Reads the chunk before the last: a prompt's end would read all chunks at once.
-        """
-        self._scores[position] = chunk, row
-        if chunk not in self._latest:
-            if len(self._latest) == 2:
-                self._latest[0].read()
-            self._latest.append(chunk)
+    def add(self, position: int, report: LogprobReport, listed: LogprobReport | None, row: int) -> None:
+        """The token after this position has the scores of the row, and of its listed tokens."""
+        self._scores[position] = report, listed, row
 
     def report(self, sequence: Sequence) -> PromptReport:
         """The report beside the first token ends the record."""
@@ -74,42 +66,23 @@ class PromptRecord:
         return self.read()
 
     def read(self) -> PromptReport:
-        """The report; waits for the device."""
-        logprobs, hidden = None, None
+        """The report, in bytes: numbers of Python would delay all requests.  Waits for the device."""
+        scores, hidden = None, None
         if self.num_top is not None:
             found = (self._scores[position] for position in range(self.num_scored))
-            logprobs = tuple(chunk.entries[row] for chunk, row in found)
+            scores = self._width, b"".join(report.rows[row] for report, _, row in found)
         if self.hidden is not None:
             hidden = self.hidden.read().numpy().astype("<f4").tobytes()
-        return PromptReport(logprobs, hidden, self._id_logprobs() if self._listed else None)
+        return PromptReport(scores, hidden, self._id_logprobs() if self._listed else None)
 
     def _id_logprobs(self) -> bytes:
         found = np.full((len(self._listed), max(map(len, self._listed))), -np.inf, dtype="<f4")
         for place, ids in enumerate(self._listed):
-            chunk, row = self._scores[self._first_listed + place]
-            scores = dict(chunk.listed[row].top) if chunk.listed else {}
-            for column, token_id in enumerate(ids):
-                found[place, column] = scores.get(token_id, -np.inf)
+            _, listed, row = self._scores[self._first_listed + place]
+            if listed is not None:
+                scores = listed.rows[row][1 : 1 + len(ids)].view(np.float32)
+                found[place, : len(ids)] = np.where(np.array(ids) == NO_TOKEN, -np.inf, scores)
         return found.tobytes()
-
-
-class _Chunk:
-    """Scores of some rows, read once."""
-
-    def __init__(self, report: LogprobReport, listed: LogprobReport | None) -> None:
-        self._report = report
-        self._listed = listed
-
-    @cached_property
-    def entries(self) -> list[TokenLogprobs]:
-        return self._report.read()
-
-    @cached_property
-    def listed(self) -> list[TokenLogprobs]:
-        return [] if self._listed is None else self._listed.read()
-
-    def read(self) -> None:
-        _ = self.entries, self.listed
 
 
 class _Scored(NamedTuple):
@@ -180,9 +153,9 @@ class PromptRows:
         logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
         ids = [record.listed(position) for record, position in scored]
         listed = LogprobReport(logprobs_NV, targets_N, [0] * len(ids), ids) if any(ids) else None
-        chunk = _Chunk(LogprobReport(logprobs_NV, targets_N, num_top), listed)
+        report = LogprobReport(logprobs_NV, targets_N, num_top)
         for row, (record, position) in enumerate(scored):
-            record.add(position, chunk, row)
+            record.add(position, report, listed, row)
 
 
 def prompt_rows(plan: Seq[Scheduled[Sequence]]) -> PromptRows | None:

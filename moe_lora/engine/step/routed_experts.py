@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from msgspec import structs
 
-from moe_lora.core.request import MAX_EXPERT_BYTES, GenerateRequest, PromptReport
+from moe_lora.core.request import MAX_REPORT_BYTES, GenerateRequest, PromptReport
 from moe_lora.engine.sequence import Sequence
 from moe_lora.models.causal_lm import CausalLM, LayerForward
 from moe_lora.models.mlp import MoeMlp
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 def check_experts(num_prompt: int, shape: ModelShape) -> None:
-    """Raises ValueError for a dense model, and for a prompt above MAX_EXPERT_BYTES."""
+    """Raises ValueError for a dense model, and for a prompt above MAX_REPORT_BYTES."""
     if not shape.num_experts:
         raise ValueError("routed_experts needs a model with experts, and this model is dense; leave it out")
     token_bytes = shape.expert_bytes
-    if num_prompt * token_bytes > MAX_EXPERT_BYTES:
+    if num_prompt * token_bytes > MAX_REPORT_BYTES:
         what = f"routed_experts of a prompt of {num_prompt} tokens has {num_prompt * token_bytes} bytes, and "
-        what += f"one message carries {MAX_EXPERT_BYTES}; send at most {MAX_EXPERT_BYTES // token_bytes} "
+        what += f"one message carries {MAX_REPORT_BYTES}; send at most {MAX_REPORT_BYTES // token_bytes} "
         raise ValueError(f"{what}tokens, or leave it out")
 
 
@@ -62,8 +62,8 @@ class ExpertRecord(PromptRecord):
     Each output has the experts of tokens not reported so far.
     """
 
-    def __init__(self, request: GenerateRequest) -> None:
-        super().__init__(request)
+    def __init__(self, request: GenerateRequest, vocab_size: int) -> None:
+        super().__init__(request, vocab_size)
         self._num_reported: int | None = None
         self._parts: list[_Part] = []
         if request.generated:
@@ -72,7 +72,6 @@ class ExpertRecord(PromptRecord):
     def _end_prompt(self) -> None:
         self.num_top, self.num_scored, self.wants_hidden, self.hidden = None, 0, False, None
         self._scores.clear()
-        self._latest.clear()
 
     def add_experts(self, start: int, num_tokens: int, copy: HostCopy, first_row: int) -> None:
         self._parts.append(_Part(start, start + num_tokens, copy, first_row))

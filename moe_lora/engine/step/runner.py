@@ -178,7 +178,7 @@ class ModelRunner:
         from .prompt_reports import PromptRecord, prompt_rows
 
         self.prompt_rows = self.prompt_rows or prompt_rows
-        sequence.record = PromptRecord(sequence.request)
+        sequence.record = PromptRecord(sequence.request, self._model.spec.shape.vocab_size)
         if sequence.record.num_scored:
             sequence.computes_prompt, sequence.awaits_kv = True, False
 
@@ -188,7 +188,7 @@ class ModelRunner:
 
         check_experts(sequence.request.prompt_tokens, self._model.spec.shape)
         self.prompt_rows = expert_rows
-        sequence.record = ExpertRecord(sequence.request)
+        sequence.record = ExpertRecord(sequence.request, self._model.spec.shape.vocab_size)
         if not sequence.request.generated:
             sequence.computes_prompt, sequence.awaits_kv = True, False
 

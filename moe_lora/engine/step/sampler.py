@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -19,11 +17,13 @@ import torch
 from moe_lora.config import EngineConfig
 from moe_lora.config.engine import AUTO
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.request import GenerateRequest, ModelInfo, SamplingParams, TokenLogprobs, TokenOutput
+from moe_lora.core.request import GenerateRequest, ModelInfo, SamplingParams, TokenOutput, token_logprobs
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.sequence import Sequence
 
 if TYPE_CHECKING:
+    from moe_lora.core.request import TokenLogprobs
+
     from .grammar_masks import Grammars
 
 Take: TypeAlias = Callable[[Sequence, int], TokenOutput]
@@ -76,7 +76,8 @@ class Drawn:
 
     def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
         """The tokens and the reports; waits for the device."""
-        found = iter([] if self._report is None else self._report.read())
+        rows = {} if self._report is None else self._report.rows
+        found = (next(token_logprobs(len(one) // 2 - 1, one)) for _, one in sorted(rows.items()))
         reports = [None if num is None else next(found) for num in self._num_top]
         if self._processed is not None:
             from .logit_edits import with_processed
@@ -258,7 +259,8 @@ def truncated_probabilities(logits_SV: torch.Tensor, params: Seq[SamplingParams]
 class LogprobReport:
     """Log probability and position of each row's chosen token, and the likeliest tokens.
 
-    listed: ids in place of the likeliest, by row; the chosen token joins them.
+    Rows share a topk and a copy with rows of their num_top alone.  listed: ids in place of the likeliest, by
+    row; the chosen token joins them.
     """
 
     def __init__(
@@ -269,32 +271,29 @@ class LogprobReport:
         listed: Seq[tuple[int, ...]] = (),
     ) -> None:
         vocab = logprobs_RV.shape[1]
-        self._num_top = [vocab if num < 0 else min(num, vocab) for num in num_top]
         chosen = logprobs_RV.gather(1, chosen_R[:, None])
-        position = (logprobs_RV > chosen).sum(1, keepdim=True) + 1
-        # The order of equal tokens depends on the requested number.
-        tops = [logprobs_RV.topk(num) for num in sorted(set(self._num_top))]
-        self._place = {top.values.shape[1]: i for i, top in enumerate(tops)}
-        # fp64 holds fp32 and token ids exactly
-        parts = [chosen, position, *(part for top in tops for part in top)]
-        width = max(map(len, listed), default=0)
-        self._listed = listed if width else ()
-        if width:
-            padded = [(*ids, *(0,) * (width - len(ids))) for ids in listed]
-            parts += [logprobs_RV.gather(1, sent(padded, logprobs_RV)), chosen_R[:, None]]
-        self._columns = list(accumulate((part.shape[1] for part in parts), initial=0))
-        self._found = HostCopy(torch.cat([part.double() for part in parts], dim=1))
+        # A sum in int64 takes three times as long.
+        position = (logprobs_RV > chosen).sum(1, keepdim=True, dtype=torch.int32) + 1
+        rows_of: dict[int | None, list[int]] = {}
+        for row, num in enumerate(num_top):
+            wide = None if listed and listed[row] else vocab if num < 0 else min(num, vocab)
+            rows_of.setdefault(wide, []).append(row)
+        self._parts = list[tuple[list[int], HostCopy]]()
+        for wide, rows in rows_of.items():
+            of = slice(None) if len(rows_of) == 1 else sent(rows, logprobs_RV)
+            if wide is None:
+                width = max(map(len, listed))
+                padded = [(*listed[row], *listed[row][:1] * (width - len(listed[row]))) for row in rows]
+                ids = torch.cat([sent(padded, logprobs_RV), chosen_R[of, None]], 1)
+                values = logprobs_RV[of].gather(1, ids.clamp(min=0))
+            else:
+                values, ids = logprobs_RV[of].topk(wide)
+            scores = torch.cat([chosen[of], values], 1).view(torch.int32)
+            self._parts.append((rows, HostCopy(torch.cat([scores, position[of], ids.int()], 1))))
 
-    def read(self) -> list[TokenLogprobs]:
-        reports, rows = [], self._found.read().tolist()
-        for row, num in zip(rows, self._num_top, strict=True):
-            values, ids = (self._columns[2 + part + 2 * self._place[num]] for part in range(2))
-            top = tuple(zip(map(int, row[ids : ids + num]), row[values : values + num], strict=True))
-            reports.append(TokenLogprobs(logprob=row[0], position=int(row[1]), top=top))
-        for place, listed in enumerate(self._listed):
-            if listed:
-                row, report = rows[place], reports[place]
-                scores = dict(zip(listed, row[self._columns[-3] :], strict=False))
-                scores[int(row[-1])] = report.logprob
-                reports[place] = replace(report, top=tuple(scores.items()))
-        return reports
+    @cached_property
+    def rows(self) -> dict[int, Any]:
+        """Content of `token_logprobs` for each row, an array; waits for the device."""
+        return {
+            n: one for rows, copy in self._parts for n, one in zip(rows, copy.read().numpy(), strict=True)
+        }

@@ -42,7 +42,7 @@ _LARGEST = 65_536
 
 
 def latent_shape(config: ConfigJson, q_rank: int, nope_dim: int = 128, v_dim: int = 128) -> Mapping[str, Any]:
-    """Fields of `ModelShape`; the defaults are of a config without the keys.
+    """Fields of `ModelShape`; defaults for absent keys.
 
     A stated q_lora_rank of null means no latent of queries.  Raises ConfigError for grouped heads.
     """
@@ -157,7 +157,7 @@ def windows_before_full(config: ConfigJson, num_layers: int, step: int, window: 
 def global_heads(config: ConfigJson, windows: tuple[int, ...], head_dim: int) -> GlobalHeads:
     """Heads of the full layers, by global_head_dim and num_global_key_value_heads, or by per_layer_config.
 
-    head_dim: of a config without both keys.  Raises ConfigError for unequal sizes.
+    head_dim: without both keys.  Raises ConfigError for unequal sizes.
     """
     layers = tuple(layer for layer, window in enumerate(windows) if not window)
     k_is_v = config.flag("attention_k_eq_v")
@@ -215,8 +215,8 @@ def rope_of_heads(config: ConfigJson, head_dim: int) -> RopeSpec:
 def rope_by_window(config: ConfigJson, theta: float, local: float | None = None) -> Mapping[str, Any]:
     """Fields of `ModelSpec`: frequencies of the sliding layers, then of the full layers.
 
-    theta: of a config without rope_theta.  local: base of the sliding layers without rope_parameters; None:
-    that of the full layers.  rope_scaling, and rope_parameters without kinds, are of the full layers.
+    theta: without rope_theta.  local: base of the sliding layers without rope_parameters; None: the full
+    layers'.  rope_scaling, and rope_parameters without kinds, are of the full layers.
     """
     given = config.section("rope_parameters")
     if given:

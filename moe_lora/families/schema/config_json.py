@@ -13,7 +13,7 @@ _TIED_INSIDE = ("qwen2_vl", "qwen2_5_vl", "glm4v_moe")
 _TIED_BY_TEXT = ("mistral3", "kimi_k25")
 """Classes that write true beside a head of its own."""
 TEXT_SECTIONS = ("text_config", "thinker_config")
-"""Sections of a multimodal config.json with keys of the language model."""
+"""Multimodal sections with keys of the language model."""
 LARGEST = 1e30
 """Limit of numbers, so that no formula overflows."""
 
@@ -40,8 +40,8 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 class ConfigJson:
     """A config.json.  A dot in a key reads a section, and null counts as absent.
 
-    Several keys are spellings of one option.  Methods raise ConfigError, with the key, for a missing value
-    without a default, and for another type.
+    Several keys are spellings of one option.  Methods raise ConfigError, with the key, for another type, or a
+    missing value without a default.
     """
 
     def __init__(self, content: Mapping[str, Any], section: str = "") -> None:

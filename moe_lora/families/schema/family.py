@@ -33,7 +33,6 @@ BESIDE_TEXT = (
 )
 """Beginnings of tensors of images and sound."""
 _PARTS = frozenset((*TEXT_SECTIONS, "vision_config"))
-"""Keys of a multimodal config.json."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -44,9 +43,9 @@ class ModelSpec:
     qk_norm: RMS norms of each head of q and k.  full_qk_norm: of all heads of q, and of k, together.
     attention_bias: of q, k, v and o.  qkv_bias: of q, k and v.  clip_qkv: q, k and v are clamped to +- this
     value.  rotates_neighbours: rotation turns pairs of neighbours, not of halves.  window: per layer in
-    tokens; 0: full.  unrotated: layers without rotary embedding.  rope_by_window: frequencies of layers with
-    a window first, then of full layers.  input_norms: before attention and MLP.  output_norms: of attention
-    and MLP, before the residual add.
+    tokens; 0: full.  unrotated: layers without rotary embedding.  rope_by_window: frequencies of window
+    layers, then of full layers.  input_norms: before attention and MLP.  output_norms: of attention and MLP,
+    before the residual add.
 
     gate: "softmax_topk" takes the top k of the softmax over all experts, "topk_softmax" the softmax over the
     top k logits, "sigmoid_topk" the top k of the sigmoids.  gate_norm: p of the p-norm dividing the chosen
@@ -54,13 +53,13 @@ class ModelSpec:
     gate_in_fp32: the gate's weight and logits.  gate_groups: equal groups of experts; the choice is among the
     top_groups with the largest sums of group_scores scores.
 
-    dense_beside: shared and routed experts, and the gate, have their own norms; each expert and each layer
-    has a scale.
+    dense_beside: shared and routed experts, and the gate, have their own norms; experts and layers have
+    scales.
 
     activation: "silu" is silu(gate) * up, "gelu_tanh" gelu(gate) * up, "swigluoai" a clamped form.  unused:
-    beginnings of names of checkpoint tensors that belong to no layer.  attention_multiplier: factor on q @ k;
-    None: head_dim ** -0.5.  rounds_multiplier: embedding_multiplier is rounded to the model's dtype.
-    logits_cap: c of c * tanh(logits / c).  norm_offset: RMS norms multiply by 1 + the stored weight, in fp32.
+    starts of names of checkpoint tensors outside the layers.  attention_multiplier: factor on q @ k; None:
+    head_dim ** -0.5.  rounds_multiplier: embedding_multiplier is rounded to the model's dtype.  logits_cap: c
+    of c * tanh(logits / c).  norm_offset: RMS norms multiply by 1 + the stored weight, in fp32.
     """
 
     shape: ModelShape
@@ -110,14 +109,13 @@ class ModelSpec:
 class Place:
     """A weight of a layer in a checkpoint, or a LoRA pair in an adapter.
 
-    path: the module below the layer; {} stands for an expert's number.  modules: numbers of the site's
-    modules.  expert: None: dense, or all at once.  form: "matrix", one linear layer [out, in].  "fused", a
-    3-D parameter of all experts [E, out, in].  "rows", a 2-D parameter [E * F, H], down transposed.  "mxfp4",
-    blocks and scales of a fused parameter.  "stacked", LoRA tensors [E or 1, ...] of linear layers of all
-    experts.  "heads", kv_b_proj of latent attention: two sites with a copy for each head.  interleaved: gate
-    and up alternate in the outputs.  transposed: [E, in, out]; None: by shape.  optional_linear: a linear
-    layer in older transformers only.  is_split: True in an adapter's second form alone (Unsloth's linear
-    experts, older names), False in the first alone; None in both.
+    path: the module below the layer; {} is an expert's number.  modules: numbers of the site's modules.
+    expert: None: dense, or all at once.  form: "matrix", a linear layer [out, in].  "fused", a parameter [E,
+    out, in].  "rows", a parameter [E * F, H], down transposed.  "mxfp4", blocks and scales of a fused
+    parameter.  "stacked", LoRA tensors [E or 1, ...] of linear layers.  "heads", kv_b_proj of latent
+    attention: two sites with a copy for each head.  interleaved: gate and up alternate.  transposed: [E, in,
+    out]; None: by shape.  optional_linear: a linear layer in older transformers only.  is_split: True in an
+    adapter's second form (Unsloth's linear experts, older names), False in the first, None in both.
     """
 
     path: str
@@ -133,12 +131,12 @@ class Place:
 
     @property
     def key(self) -> str:
-        """Name of the weight's tensor below the layer."""
+        """The tensor's name below the layer."""
         return f"{self.path}.{self.parameter}{'_blocks' if self.form == 'mxfp4' else ''}"
 
     @property
     def bias_key(self) -> str:
-        """Name of the bias' tensor below the layer."""
+        """The bias' name below the layer."""
         return f"{self.path}.bias" if self.form == "matrix" else f"{self.path}.{self.parameter}_bias"
 
     def of(self, expert: int) -> Place:
@@ -196,7 +194,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def linear_mlp(path: str, leaves: tuple[str, str, str] = PROJECTIONS, *, kind: str = "") -> tuple[Place, ...]:
-    """Gate, up and down as linear layers.  path: with {} a module of each expert, else the dense MLP.
+    """Gate, up and down as linear layers.  path: with {} for each expert, else the dense MLP.
 
     kind: "shared_" or "dense_" beside experts.
     """
@@ -208,7 +206,7 @@ def linear_mlp(path: str, leaves: tuple[str, str, str] = PROJECTIONS, *, kind: s
 
 
 def fused_experts(path: str, **fields: Any) -> tuple[Place, ...]:
-    """gate_up_proj and down_proj of all experts, each one 3-D parameter."""
+    """gate_up_proj and down_proj of all experts, each 3-D."""
     fields = {"path": path, "form": "fused", **fields}
     return (
         Place(site="gate_up", modules=(0, 1), parameter="gate_up_proj", **fields),
@@ -221,7 +219,6 @@ SHARED_EXPERT = (
     Place(path="mlp.shared_expert_gate", site="shared_gate"),
 )
 DENSE_MLP = linear_mlp("mlp")
-"""A dense model's MLP in most families."""
 _GATE = Place(path="mlp.gate", site="router", optional_linear=True)
 _FUSED, _LINEAR = fused_experts("mlp.experts"), linear_mlp("mlp.experts.{}")
 EXPERT_FORMS = ((_GATE, *_FUSED), (_GATE, *_LINEAR))
@@ -285,15 +282,15 @@ def stepped_experts(config: ConfigJson, num_layers: int, shared_size: int) -> Ma
 class Family:
     """One model family; docs/guides/families.md explains the main fields.
 
-    defaults: values of a config without the keys.  multimodal: further ones inside a multimodal model.
-    sizes: fields of `ModelShape` and keys; without num_experts, a dense family.  theta, theta_keys, rope: of
-    a config without rope_parameters, if `layers` gives no rope.  rotary_factor: rotated share of head_dim, of
-    a config without partial_rotary_factor, or a function (config, head_dim); None: all.  norm_eps: of a
-    config without rms_norm_eps.  stack: prefix of the layers.  tensors: parameters without a site;
-    older_tensors: names in older files.  attention: places of both checkpoints and adapters.  mlp: the last
-    form is the default.  adapted: other places of LoRA pairs; places of one path are in the order of PEFT's
-    nesting.  older_path: start of the adapted paths, and in older files.  own_format: quant_method of
-    checkpoints with `mlp`'s tensors.  experts_stay: quantisers of linear layers leave the experts.
+    defaults: values of absent keys.  multimodal: further ones inside a multimodal model.  sizes: fields of
+    `ModelShape` and keys; without num_experts, a dense family.  theta, theta_keys, rope: without
+    rope_parameters, if `layers` gives no rope.  rotary_factor: rotated share of head_dim without
+    partial_rotary_factor, or a function (config, head_dim); None: all.  norm_eps: without rms_norm_eps.
+    stack: prefix of the layers.  tensors: parameters without a site; older_tensors: names in older files.
+    attention: places of both checkpoints and adapters.  mlp: the last form is the default.  adapted: other
+    places of LoRA pairs; places of one path are in the order of PEFT's nesting.  older_path: start of the
+    adapted paths, and in older files.  own_format: quant_method of checkpoints with `mlp`'s tensors.
+    experts_stay: quantisers of linear layers leave the experts.
     """
 
     title: str

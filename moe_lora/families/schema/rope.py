@@ -17,14 +17,14 @@ from .config_json import ConfigJson
 
 TYPE_KEYS = ("rope_type", "type")
 LONGROPE = ("longrope", "su")
-"""rope_type of LongRoPE; Phi-3's first files have the second."""
+"""Phi-3's first files have the second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
     """Inverse frequencies [rotated dims / 2], and the factor on cos and sin (YaRN).
 
-    full_factor: the same of full layers beside layers with a window.
+    full_factor: the same of full layers beside windows.
     """
 
     inverse_frequencies: tuple[float, ...]
@@ -43,8 +43,8 @@ def rope_spec(
     """Read `rope_parameters` (transformers 5) or a base and `rope_scaling` (4).
 
     theta_keys: of the base outside the section.  theta, default, rotary_factor: base, section and
-    partial_rotary_factor of a config without; None: all of head_dim is rotated.  Raises ConfigError for an
-    unsupported scaling type or option, or a missing or impossible parameter.
+    partial_rotary_factor if absent; None: all of head_dim is rotated.  Raises ConfigError for an unsupported
+    scaling type or option, or a missing or impossible parameter.
     """
     section = _section(config, default)
     if any(isinstance(value, Mapping) for value in section.values()):
@@ -161,7 +161,7 @@ def _section(config: ConfigJson, default: Mapping[str, Any]) -> ConfigJson:
 
 
 def _original_context(section: ConfigJson, config: ConfigJson) -> float:
-    """Context before scaling.  transformers prefers the key outside the section."""
+    """transformers prefers the key outside the section."""
     key = "original_max_position_embeddings"
     if config.get(key, default=None) is not None:
         return config.number(key, above=1.0)

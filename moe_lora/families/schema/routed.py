@@ -15,13 +15,12 @@ ROUTED_SIZES: Mapping[str, tuple[str, ...]] = {
     "num_experts_per_token": ("num_experts_per_tok",),
 }
 CORRECTION: Mapping[str, str] = {"mlp.correction.weight": "mlp.gate.e_score_correction_bias"}
-"""The tensor of `corrected_gate`."""
 
 
 def gate_groups(
     config: ConfigJson, experts_key: str, chosen_key: str, num_groups: int = 1, top_groups: int = 1
 ) -> Mapping[str, Any]:
-    """Fields of `ModelSpec` for n_group and topk_group, with defaults.
+    """`ModelSpec` fields for n_group and topk_group.
 
     Raises ConfigError for too few experts in groups.
     """

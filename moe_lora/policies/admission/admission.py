@@ -32,7 +32,7 @@ Sized = TypeVar("Sized", bound=SizedView)
 
 
 def shortest_first(queue: Iterable[Sized]) -> list[Sized]:
-    """The queue by tokens left, ties by arrival (InfiniLoRA section 6.1, "S-LoRA w/ SJF")."""
+    """By tokens left, ties by arrival (InfiniLoRA section 6.1, "S-LoRA w/ SJF")."""
     return sorted(queue, key=lambda request: request.num_left)
 
 
@@ -46,8 +46,8 @@ def admissible(
     """Requests that may start, first come first served; skips adapters without a place.
 
     can_be_resident: the adapter is or can be on the device now; called once per adapter.  A request skipped
-    for longer than starvation_s stops younger requests, except by keeps_from_others: the adapter has an
-    unused place for its own users only.
+    for over starvation_s stops younger requests, except by keeps_from_others: the adapter has an unused place
+    for its own users only.
     """
     turned_away: set[Hashable] = set()
     may_pass: dict[Hashable, bool] = {}
@@ -67,7 +67,7 @@ def admissible(
 
 
 class ResidentView(Protocol):
-    """A resident adapter in the view of eviction."""
+    """A resident adapter."""
 
     @property
     def num_running(self) -> int: ...
@@ -86,13 +86,13 @@ _last_used_s = attrgetter("last_used_s")
 
 
 def least_recently_used(residents: Iterable[Resident]) -> Resident | None:
-    """The least recently used idle adapter, adapters of queued requests last; None if all run."""
+    """The least recently used idle adapter, adapters of queued requests last; or None."""
     idle = [view for view in residents if not view.num_running]
     unwanted = [view for view in idle if not view.num_waiting]
     return min(unwanted or idle, key=_last_used_s, default=None)
 
 
 def by_recency(residents: Iterable[Resident]) -> list[Resident]:
-    """The idle adapters in the order of `least_recently_used`."""
+    """Idle adapters in the order of `least_recently_used`."""
     idle = [view for view in residents if not view.num_running]
     return sorted(idle, key=lambda view: (view.num_waiting > 0, view.last_used_s))

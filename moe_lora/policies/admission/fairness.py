@@ -16,7 +16,7 @@ PREFILL_COST, DECODE_COST = 1.0, 2.0
 
 
 class CompetingView(Protocol):
-    """A queued request of a competing tenant.
+    """A queued request of a tenant.
 
     priority: within the tenant; lower first.  matched: admitted before, and first in the order, unless it
     gave way.
@@ -44,9 +44,9 @@ Competing = TypeVar("Competing", bound=CompetingView)
 class VirtualTokenCounter:
     """Counts service per tenant, by weight; the tenant of least service goes first.
 
-    A returning tenant starts at the least counter of waiting tenants, less `credit` (0 in the paper).  With U
-    = (PREFILL_COST x tokens of the longest prompt + DECODE_COST x concurrent requests x tokens of the longest
-    answer + credit) / the least share, service per share of two waiting tenants differs by at most 2 U
+    A returning tenant starts at the least counter of waiting tenants, less `credit` (0 in the paper).  U =
+    (PREFILL_COST x tokens of the longest prompt + DECODE_COST x concurrent requests x tokens of the longest
+    answer + credit) / the least share.  Service per share of two waiting tenants differs by at most 2 U
     (theorem 4.4), except for requests without an adapter place or after a preemption.
     """
 
@@ -58,7 +58,6 @@ class VirtualTokenCounter:
         """Start of each tenant, without credit."""
         self._waiting: Counter[str] = Counter()
         self._last = first
-        """The last tenant to wait."""
 
     def enqueue(self, tenant: str, share: float) -> None:
         """One more request waits."""
@@ -111,8 +110,8 @@ class VirtualTokenCounter:
     ) -> list[Competing]:
         """Running requests to stop when all slots are taken.
 
-        The tenant that is next, if below its share of slots, gets slots beyond another's share.  running: by
-        start; the first one stays.
+        The next tenant, if below its share of slots, gets slots beyond another's share.  running: by start;
+        the first stays.
         """
         if not self._waiting or len(self._waiting.keys() | {one.tenant for one in running}) < 2:
             return []

@@ -17,7 +17,7 @@ _LONGEST_PROMPT = 1 << 17
 class HostStart:
     """Start of a prompt on host workers.
 
-    tokens_per_worker: largest piece of rows.  Host and device overlap; the slower one counts.
+    tokens_per_worker: largest piece of rows.  Host and device overlap; the slower counts.
     """
 
     times: HostTimes
@@ -57,7 +57,7 @@ class HostStart:
         return max(host_s, self.times.device.seconds(num_tokens, adapter.lora_rank))
 
     def first_group(self, num_tokens: int, adapter: ColdAdapter, ahead_s: float = 0.0) -> int:
-        """Fewest layers on the host such that each later layer is loaded by its turn.
+        """Fewest layers on the host such that later layers are loaded by their turn.
 
         ahead_s: until the load starts.
         """
@@ -157,7 +157,7 @@ class _Load:
 class HostLoads:
     """Loads under way, in sequence, at the profile's rate.
 
-    rule: None: every prompt starts on the host, its first layer loaded last.
+    rule: None: prompts start on the host, the first layer loaded last.
     """
 
     def __init__(self, rule: HostStart | None, max_tokens: int) -> None:
@@ -204,7 +204,7 @@ class HostLoads:
 
 
 def load_order(num_layers: int, first_group: int) -> list[int]:
-    """Layers in load order: those computed on the host come last."""
+    """Layers in load order: the host's come last."""
     return [*range(first_group, num_layers), *range(min(first_group, num_layers))]
 
 

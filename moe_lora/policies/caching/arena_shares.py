@@ -35,7 +35,7 @@ class ArenaShares:
         return len(self._numbers)
 
     def ask(self, tenant: str, share: float, now_s: float) -> int:
-        """Record a request of this tenant; returns the tenant's number."""
+        """Record a tenant's request; returns the tenant's number."""
         number = self._numbers.get(tenant)
         if number is None:
             number = self._numbers[tenant] = len(self._shares)
@@ -78,7 +78,7 @@ class ArenaShares:
     ) -> NDArray[np.int64]:
         """[N]: eviction order before values.
 
-        BEYOND: the least valued nodes beyond a tenant's share.  REST: other nodes of such a tenant.  WITHIN:
+        BEYOND: the least valued nodes beyond a tenant's share.  REST: the tenant's other nodes.  WITHIN:
         nodes within shares.  held [T].  owners, amounts, values [N].
         """
         beyond = held - self.portions(now_s) * total
@@ -87,7 +87,7 @@ class ArenaShares:
             beyond[self.asking] += max(SLACK * total, largest)
         found = np.where(beyond > 0, REST, WITHIN)[owners]
         own = np.flatnonzero(found == REST)
-        numbers = owners[own].astype(np.min_scalar_type(len(beyond)))  # few bits: much quicker to sort
+        numbers = owners[own].astype(np.min_scalar_type(len(beyond)))  # few bits: quicker to sort
         own = own[np.argsort(numbers, kind="stable")]
         for nodes in np.split(own, np.flatnonzero(np.diff(owners[own])) + 1):
             if nodes.size:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of N cached nodes, as pure functions over columns."""
+"""Values of N cached nodes, over columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_lora.timing.host_times import Amount, CacheCosts
 Floats = NDArray[np.floating]
 
 EDGES_S: Floats = 0.1 * np.sqrt(2.0) ** np.arange(34)
-"""[B - 1]: edges of the bins of age, 0.1 s to 2.6 h."""
+"""[B - 1]: edges of age bins, 0.1 s to 2.6 h."""
 NUM_BINS = len(EDGES_S) + 1
 NUM_LEVELS = 6
 """Levels by uses: 1, 2 to 3, ... and 32 or more.  Widely shared nodes have another rhythm than dialogues."""
@@ -40,7 +40,7 @@ def bins_of(age_s: Floats) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class ReuseRates:
-    """per_s [C, B]: most uses per second of keeping a node, by class and age."""
+    """per_s [C, B]: most uses per second, by class and age."""
 
     per_s: Floats
 
@@ -72,8 +72,8 @@ class NodeColumns:
 
     is_adapter bool; pages int64; visits float64; recent float64: decayed visits (0 for KV); idle_s float64;
     backed bool: on the host; first_token, num_tokens int64: place in the prompt (0 for adapters); turn int64:
-    earlier nodes of the dialogue (0 for adapters); wanted int64: queued requests for the node; adapter_ready
-    bool: the adapter is on this device or the LoRA Server.
+    earlier nodes of the dialogue (0 for adapters); wanted int64: queued requests; adapter_ready bool: the
+    adapter is on this device or the LoRA Server.
     """
 
     is_adapter: NDArray[np.bool_]
@@ -93,8 +93,7 @@ class NodeColumns:
 class CacheLoad:
     """The whole cache at a decision.
 
-    num_queries: requests so far.  adapter_visits [A]: by adapter.  batch_size: mean of 5 s.  num_adapters: on
-    the device.
+    num_queries: so far.  adapter_visits [A].  batch_size: mean of 5 s.  num_adapters: on the device.
     """
 
     num_queries: int
@@ -108,10 +107,10 @@ class CacheLoad:
 class Traits:
     """A policy's traits besides values.
 
-    keeps_dependencies: KV is on the device only with the adapter.  uses_host_for_kv: evicted history goes to
-    the host.  swaps_in: `tick` prefetches.  backs_up: `tick` copies history ahead of need.  exchanges: `tick`
-    replaces less valued nodes.  adapter_share: part of the device for adapters only.  needs_visits: a node
-    without visits has no value.
+    keeps_dependencies: device KV only with the adapter.  uses_host_for_kv: evicted history goes to the host.
+    swaps_in: `tick` prefetches.  backs_up: `tick` copies history ahead of need.  exchanges: `tick` replaces
+    less valued nodes.  adapter_share: part of the device for adapters only.  needs_visits: a node without
+    visits has no value.
     """
 
     keeps_dependencies: bool = True
@@ -141,7 +140,7 @@ class CachingPolicy(Protocol):
         ...
 
     def values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
-        """[N], >= 0: loss without the node on the device, from its own row and `load` alone."""
+        """[N], >= 0: loss without the node on the device, from its row and `load` alone."""
         ...
 
     def host_values(self, nodes: NodeColumns, load: CacheLoad) -> Floats:
@@ -149,12 +148,12 @@ class CachingPolicy(Protocol):
         ...
 
     def worth_loading(self, first_token: int, num_tokens: int, num_pages: int) -> bool:
-        """True to copy host KV to the device for a request, False to recompute."""
+        """True to copy host KV to the device, False to recompute."""
         ...
 
 
 BEYOND, REST, WITHIN = range(3)
-"""Eviction order: nodes beyond their tenant's share, others of such a tenant, nodes within shares."""
+"""Eviction order: beyond the tenant's share, others of such a tenant, within shares."""
 NOBODY, FIRST = 0, 1
 """Tenant numbers: of no tenant, and of the first."""
 
@@ -167,7 +166,7 @@ class Asker(NamedTuple):
 
 
 ANYBODY = Asker()
-"""Stands in without tenants."""
+"""Without tenants."""
 
 
 def ascending(rows: NDArray[np.int64], values: Floats, count: int) -> NDArray[np.int64]:
@@ -180,7 +179,7 @@ def ascending(rows: NDArray[np.int64], values: Floats, count: int) -> NDArray[np
 
 @dataclass(frozen=True, kw_only=True)
 class Recency:
-    """value = 1 / (1 + idle_s): the most recently used stays."""
+    """value = 1 / (1 + idle_s)."""
 
     traits: Traits = field(default_factory=Traits)
     adapter_recent_s: float = 60.0
@@ -226,7 +225,7 @@ def slora() -> Recency:
 
 
 MAX_EXPONENT = 700.0
-"""Limit against overflow of exp."""
+"""Against overflow of exp."""
 
 
 def required_adapters(load: CacheLoad) -> float:
@@ -244,8 +243,8 @@ def adapter_reward(load: CacheLoad) -> float:
 class FastLibra:
     """Eval_i = LoRA_Eval_i x cost_i x prob_i x (1 - sigmoid(t_i / time_unit_s)) (equations 5 and 6).
 
-    cost: seconds to copy the node from the host; prob: visits per query; t: time since the last use (no unit
-    in the paper).  LoRA_Eval is 1 for KV.  rewards_adapters False: FastLibra-WOL. keeps_dependencies False:
+    cost: seconds to copy the node from the host; prob: visits per query; t: since the last use (no unit in
+    the paper).  LoRA_Eval is 1 for KV.  rewards_adapters False: FastLibra-WOL. keeps_dependencies False:
     FastLibra-WOM.  Source: FastLibra, sections 5.1, 5.2, 6.6 to 6.8.
     """
 

@@ -34,8 +34,8 @@ class Batching:
 class MergingView:
     """A policy's view before a step.
 
-    requests: running, then waiting, FCFS.  merged: adapter in all weights; None: none, or a swap is in
-    progress.  eligible: True if an adapter may be merged; not called for the base model.
+    requests: running, then waiting, FCFS.  merged: adapter in all weights; None: none, or during a swap.
+    eligible: True if an adapter may be merged; not called for the base model.
     """
 
     requests: Sequence[WaitingView]
@@ -63,7 +63,7 @@ class MergingPolicy(Protocol):
 
 
 def first_come(view: MergingView) -> Rows:
-    """B_fcfs: requests per adapter in FCFS order."""
+    """B_fcfs: requests per adapter, FCFS."""
     return Counter(request.adapter_uid for request in view.requests[: view.max_num_seqs])
 
 
@@ -160,7 +160,7 @@ class DLora:
             self.credits.forget(uid)
 
     def _starving(self, view: MergingView) -> Iterable[Uid] | None:
-        """Adapters of B_starve, or None (lines 11-15 of Algorithm 3)."""
+        """B_starve, or None (lines 11-15 of Algorithm 3)."""
         assert self.credits is not None
         starving = self.credits.starving
         first = [r.adapter_uid for r in view.requests if r.adapter_uid in starving][: view.max_num_seqs]
@@ -193,7 +193,7 @@ class DLora:
         return (ahead,)
 
     def _is_legal(self, view: MergingView, uid: Uid, fcfs: Rows) -> bool:
-        """L_eligible (line 18): may be merged, and can pay for passed-over requests."""
+        """L_eligible (line 18): may be merged, and can pay."""
         assert self.credits is not None
         passed_over = sum(fcfs.values()) - fcfs.get(uid, 0)
         return uid is not None and self.credits.of[uid] >= passed_over and view.eligible(uid)
@@ -230,8 +230,8 @@ def _at_most(rows: Counter[Uid], most: int) -> Counter[Uid]:
 class CheapestMode:
     """The mode of least cost per request: unmerged, mixed, or merged for one adapter alone.
 
-    The weights change once the missed savings exceed the cost of the change (rent or buy).  Merged-only steps
-    pass others over for at most max_wait_s and a step, then none for as long.
+    The weights change once missed savings exceed the change's cost (rent or buy).  Merged-only steps pass
+    others over for at most max_wait_s and a step, then none for as long.
     """
 
     def __init__(self, costs: MergingCosts, max_wait_s: float = 1.0) -> None:
@@ -310,7 +310,7 @@ class CheapestMode:
         return best
 
     def _request_s(self, view: MergingView, fcfs: Rows, merged: Uid) -> float:
-        """Seconds of a step per request: the cheaper of mixed and merged-only."""
+        """Seconds per request: the cheaper of mixed and merged-only."""
         all_s = self._costs.step_s(fcfs, merged) / sum(fcfs.values())
         if merged is None or self._rests or merged not in fcfs:
             return all_s
@@ -333,7 +333,7 @@ class CheapestMode:
 def make_merging_policy(
     name: str, costs: MergingCosts | None = None, dlora: DLoraConfig | None = None
 ) -> MergingPolicy:
-    """The named policy.  Raises ConfigError, also for a policy without its costs."""
+    """Raises ConfigError for an unknown policy, or without its costs."""
     if name == "unmerged":
         return UnmergedOnly()
     if name == "merged":

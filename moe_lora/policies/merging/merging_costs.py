@@ -28,9 +28,8 @@ def mode_of(rows: Rows, merged: Uid) -> Mode:
 class MergingCosts:
     """Seconds of decode steps by mode, and of swaps.
 
-    The merged adapter's rows cost as base rows; other rows of a mixed step pay for two deltas.  The measured
-    ratio of the mode (unmeasured: the mean of other modes) scales model times, so a wrong model favours no
-    mode.
+    The merged adapter's rows cost as base rows; other rows of a mixed step pay for two deltas.  The mode's
+    measured ratio (unmeasured: the mean of other modes) scales model times, so a wrong model favours no mode.
     """
 
     def __init__(
@@ -46,11 +45,11 @@ class MergingCosts:
         self._expected: tuple[Rows, Uid] = ({}, None)
 
     def step_s(self, rows: Rows, merged: Uid) -> float:
-        """Seconds of a decode step with these requests on weights with `merged`."""
+        """Seconds of a decode step on weights with `merged`."""
         return self._model_s(rows, merged) * self._ratio(mode_of(rows, merged))
 
     def swap_s(self, before: Uid, after: Uid) -> float:
-        """Seconds of a swap from `before` to `after`; 0 if equal."""
+        """Seconds of a swap; 0 if equal."""
         return 0.0 if before == after else self._modelled_swap_s(before, after) * self._ratio("swap")
 
     def expect(self, rows: Rows, merged: Uid) -> None:
@@ -100,9 +99,9 @@ class MergingCosts:
 class Credits:
     """Credits of adapters, whole numbers >= 0.
 
-    Transfers keep the sum.  share: credits of an adapter for each other adapter, so n adapters start with
-    share (n - 1) each.  starve, normal: credits above the start.  An adapter starves from more than `starve`
-    until less than `normal`.  Source: dLoRA, Algorithm 3 (A.1), and the artifact.
+    Transfers keep the sum.  share: credits per other adapter, so n adapters start with share (n - 1) each.
+    starve, normal: above the start.  An adapter starves from more than `starve` until less than `normal`.
+    Source: dLoRA, Algorithm 3 (A.1), and the artifact.
     """
 
     def __init__(self, share: int, starve: int, normal: int) -> None:
@@ -114,7 +113,7 @@ class Credits:
 
     @property
     def start(self) -> int:
-        """First credit of each of today's adapters."""
+        """First credit of today's adapters."""
         return self._share * max(0, len(self.of) - 1)
 
     def update(self, uids: Iterable[Uid]) -> None:
@@ -146,9 +145,9 @@ class Credits:
                 self.of[uid] += 1
 
     def forget(self, uid: Uid) -> None:
-        """Remove an adapter, and its share from each other adapter.
+        """Remove an adapter, and its share from other adapters.
 
-        The poorest get its gained credits; the richest pay its losses.
+        The poorest get gained credits; the richest pay losses.
         """
         self.starving.discard(uid)
         if self.of.pop(uid, None) is None:
@@ -158,7 +157,7 @@ class Credits:
 
 
 def _levelled(credits: dict[Uid, int], total: int) -> dict[Uid, int]:
-    """Credits with this sum: the richest fall to one level, or the poorest rise."""
+    """Same sum: the richest fall to one level, or the poorest rise."""
     surplus = sum(credits.values()) - total
     sign = 1 if surplus > 0 else -1
     ordered = sorted(credits, key=lambda uid: -sign * credits[uid])

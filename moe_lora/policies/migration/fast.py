@@ -38,13 +38,13 @@ NEAR = 0.02
 """Accepted share above the bound."""
 MAX_STEPS = 48
 DEPTHS = (1.0, 0.75)
-"""Fractions of the bound to which givers go down; the next is tried after a bad result."""
+"""Fractions of the bound for givers; the next after a bad result."""
 
 
 def plan_fast(problem: MigrationProblem, *, num_selected: int = 4) -> MigrationPlan:
     """A plan never worse than staying, within memory limits.
 
-    num_selected: K; the search covers the slowest replica and 2 K - 1 of the fastest.
+    num_selected: K; covers the slowest replica and 2 K - 1 of the fastest.
     """
     placement = Placement(problem)
     bound, before = lower_bound(placement), placement.objective()
@@ -93,10 +93,7 @@ def _spread(placement: Placement, bound_s: float, depth: float) -> None:
 
 
 class _Fleet:
-    """Replicas during the spread.
-
-    seconds: [replicas] without swapping.  room: [replicas] bytes left on the device; below 0: swapped.
-    """
+    """seconds: [replicas] without swapping.  room: [replicas] device bytes left; below 0: swapped."""
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
@@ -114,7 +111,7 @@ class _Fleet:
         self._swap = placement.problem.swap
 
     def give(self, j: int, most_s: float) -> list[int]:
-        """Take the cheapest requests from the replica until its time is at most most_s."""
+        """Take the cheapest requests until the replica's time is at most most_s."""
         placement, found = self._placement, []
         lost = (placement.moved_s - placement.exec_s) / np.maximum(placement.exec_s, TOLERANCE)
         members = sorted(placement.members[j])
@@ -173,7 +170,7 @@ class Search:
     """Moves requests between the chosen replicas.
 
     Legend: m position among the chosen; c a candidate: requests of one adapter that move together.  seconds:
-    [m] without swapping.  used: [m] bytes.  counts: [adapters + 1, m] requests.
+    [m] without swapping.  used: [m] bytes.  counts: [adapters + 1, m].
     """
 
     def __init__(self, placement: Placement, chosen: Sequence[int]) -> None:
@@ -202,7 +199,7 @@ class Search:
         self.used[m] = placement.num_bytes[members].sum() + placement.adapter_bytes[counts > 0].sum()
 
     def request_s(self, requests: IntArray, m: IntArray | int) -> FloatArray:
-        """Seconds of each request there; broadcasts."""
+        """Seconds of each request; broadcasts."""
         at_home = self.placement.home[requests] == self.chosen[m]
         return np.where(at_home, self.placement.exec_s[requests], self.placement.moved_s[requests])
 
@@ -302,7 +299,7 @@ class Search:
         return some, np.array([0.0 * some, *one, *(a + b for a, b in combinations(one, 2))])
 
     def _sample(self, m: int, most: int) -> IntArray:
-        """The replica's requests; above `most`, a sample over lengths."""
+        """Above `most`, a sample over lengths."""
         members = self.members(m)
         if len(members) <= most:
             return members

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Holders of a pool's adapters in host memory, and droppable copies.
 
-Copies are made and confirmed, routing switches, then old copies are dropped (LoRAServe section IV-B).
+Copies are confirmed, routing switches, then old copies are dropped (LoRAServe section IV-B).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def place_holders(
     replicas: int,
     wanted: Holders | None = None,
 ) -> dict[Key, frozenset[int]]:
-    """The holders of each adapter: live wanted holders, and as many as `replicas` needs.
+    """Holders of each adapter: live wanted holders, and as many as `replicas` needs.
 
     wanted: by a placement; other adapters stay or go where the fewest bytes are.
     """

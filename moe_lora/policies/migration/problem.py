@@ -37,8 +37,8 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """host_bytes: for swapped requests.  adapters: on its device now.  free_seats: further requests that
-    compute at once; for `paying_moves` only.
+    """host_bytes: for swapped requests.  adapters: on its device.  free_seats: further requests that compute
+    at once; for `paying_moves` only.
     """
 
     name: ReplicaName
@@ -50,9 +50,8 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """adapter: None for the base model.  num_bytes: of KV (of a waiting request: in future).  exec_s:
-    remaining seconds.  move_factor: gamma >= 1: (exec_s + seconds of the move) / exec_s; 1 for a waiting
-    request.
+    """adapter: None for the base model.  num_bytes: of KV (waiting: in future).  exec_s: remaining seconds.
+    move_factor: gamma >= 1: (exec_s + seconds of the move) / exec_s; 1 for a waiting request.
     """
 
     request_id: RequestId
@@ -65,7 +64,7 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSize:
-    """num_bytes: on a device.  load_s: load time."""
+    """num_bytes: on a device."""
 
     name: str
     num_bytes: float
@@ -134,7 +133,7 @@ class MigrationPlan:
 class Placement:
     """A placement in indices of the problem, with costs per replica.
 
-    A move takes constant time.  counts: requests by replica and adapter.  seconds, used: per replica, without
+    Moves take constant time.  counts: requests by replica and adapter.  seconds, used: per replica, without
     swapping, and bytes.  Columns: home, adapter (the base model is an extra one of 0 bytes), exec_s, moved_s
     (away from home) and num_bytes: [requests]; adapter_bytes, load_s: [adapters + 1].
     """
@@ -204,7 +203,7 @@ class Placement:
         self._swapping.pop(j, None)
 
     def adapter_s(self, j: int) -> FloatArray:
-        """[adapters + 1] cost of each at the replica."""
+        """[adapters + 1] cost at the replica."""
         if j not in self._adapter_s:
             seconds = self.load_s + self.problem.affinity_s
             held = [self._row_of[name] for name in self.problem.replicas[j].adapters if name in self._row_of]
@@ -229,7 +228,7 @@ class Placement:
         return found
 
     def cost(self, j: int) -> tuple[float, float]:
-        """(missing bytes, seconds) of the replica.  The largest requests that fit stay on the device."""
+        """(missing bytes, seconds).  The largest requests that fit stay on the device."""
         if self.used[j] <= self.problem.replicas[j].device_bytes:
             return 0.0, self.seconds[j]
         if j not in self._swapping:
@@ -270,7 +269,7 @@ class Placement:
 
 
 def swapped_bytes(sizes: Sequence[float], room: float) -> float:
-    """Bytes of requests outside the room, filled with the largest that fit."""
+    """Bytes outside the room, filled with the largest that fit."""
     total = math.fsum(sizes)
     if total <= room:
         return 0.0
@@ -282,9 +281,7 @@ def swapped_bytes(sizes: Sequence[float], room: float) -> float:
 
 
 def undo_needless(placement: Placement, limit: float) -> None:
-    """Return useless moves, dearest first, while both replicas stay within the limit (seconds) and have
-    memory.
-    """
+    """Return useless moves, dearest first, while both replicas stay within the limit (seconds) and memory."""
     moved = [i for i, j in enumerate(placement.replica_of) if j != placement.home[i]]
     for i in sorted(moved, key=lambda i: float(placement.exec_s[i] - placement.moved_s[i])):
         target, home = placement.replica_of[i], int(placement.home[i])
@@ -315,7 +312,7 @@ def undo_harmful(placement: Placement, before: Sequence[tuple[float, float]]) ->
 def lower_bound(placement: Placement) -> float:
     """Lower bound of the slowest replica's seconds.
 
-    The least T whose replicas hold all work and swapping, and at least any request with its adapter.
+    The least T whose replicas hold all work and swapping, and any request with its adapter.
     """
     problem, num = placement.problem, len(placement.problem.replicas)
     if not problem.requests:

@@ -40,7 +40,7 @@ def plan_exact(problem: MigrationProblem, *, time_limit_s: float = 60.0) -> Migr
     before = placement.objective()
     if not problem.requests:
         return placement.plan(before, before, before)
-    from scipy.optimize import milp  # a third of a second, for this alone
+    from scipy.optimize import milp  # a third of a second
 
     program = _Program(problem)
     found = milp(
@@ -63,10 +63,7 @@ def plan_exact(problem: MigrationProblem, *, time_limit_s: float = 60.0) -> Migr
 
 
 class _Program:
-    """The problem in arrays.  Columns: T, then x^G, x^H (by request, then replica), y (by adapter).
-
-    Scaled for numbers near 1.
-    """
+    """Columns: T, then x^G, x^H (by request, then replica), y (by adapter).  Scaled for numbers near 1."""
 
     def __init__(self, problem: MigrationProblem) -> None:
         self._problem = problem

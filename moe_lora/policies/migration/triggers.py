@@ -24,7 +24,7 @@ MoveKind: TypeAlias = Literal["tokens", "kv"]
 MOST_INTERVALS = 16.0
 """Longest pause between plans of too little gain."""
 MOVE_STEPS = 3.0
-"""Steps of a move with a second seat: the rest of both replicas' steps, and one more."""
+"""The rest of both replicas' steps, and one more."""
 
 
 def make_planner(config: MigrationConfig) -> Planner:
@@ -36,7 +36,7 @@ def make_planner(config: MigrationConfig) -> Planner:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPressure:
-    """free_share: free part of device memory.  queued_s: longest wait for a first step."""
+    """free_share: of device memory.  queued_s: longest wait for a first step."""
 
     name: ReplicaName
     free_share: float
@@ -137,7 +137,7 @@ def _lowers(placement: Placement, i: int, target: int, cost_s: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MoveCost:
-    """seconds: until the target can continue, by recomputed tokens or copied KV."""
+    """seconds: until the target can continue."""
 
     kind: MoveKind
     seconds: float
@@ -146,7 +146,7 @@ class MoveCost:
 def cheaper_move(
     tokens: Row, num_bytes: float, steps: StepModel | None, bytes_per_s: float, *, same_layout: bool = True
 ) -> MoveCost:
-    """The form of a running request's move: by token ids, or by KV.
+    """A running request's move: by token ids, or by KV.
 
     tokens: to recompute in one prefill step at the target.  steps: None: KV, or tokens if KV can't move.
     same_layout: equal dtype, page size and ranks.
@@ -161,6 +161,6 @@ def cheaper_move(
 def move_factor(exec_s: float, cost: MoveCost | None, token_s: float) -> float:
     """gamma: (execution with the move) / (execution without); 1 without a cost.
 
-    token_s: seconds of a replica per token; a held seat costs one per step.
+    token_s: seconds per token; a held seat costs one per step.
     """
     return 1.0 if cost is None else 1.0 + (cost.seconds + MOVE_STEPS * token_s) / max(exec_s, 1e-6)

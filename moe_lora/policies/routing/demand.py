@@ -11,21 +11,20 @@ from moe_lora.timing.answer_lengths import FIRST_TOKENS, AnswerLengths
 from .routing import RequestListener, RoutedView
 
 _OVERALL = None
-"""Key of all answers in `AnswerLengths`."""
 
 
 class DemandMeter(RequestListener):
     """Tokens of requests to each adapter, counted at arrival.
 
-    A request counts as its prompt and the expected answer: the mean of its adapter's answers, else of all
-    answers, else mean_output_tokens (None: FIRST_TOKENS).  Not thread-safe.
+    A request counts as prompt and expected answer: the mean of the adapter's answers, else of all answers,
+    else mean_output_tokens (None: FIRST_TOKENS).  Not thread-safe.
     """
 
     def __init__(self, mean_output_tokens: float | None = None) -> None:
         self._lengths = AnswerLengths(mean_output_tokens or FIRST_TOKENS)
         self._tokens: Counter[str] = Counter()
         self._expected: dict[Hashable, tuple[str, int, int]] = {}
-        """By request: adapter, prompt tokens, expected answer tokens."""
+        """Adapter, prompt tokens, expected answer tokens."""
         self._earlier: set[Hashable] = set()
         """Requests of forgotten content."""
 
@@ -41,7 +40,7 @@ class DemandMeter(RequestListener):
         self._tokens[adapter] += request.prompt_tokens + expected
 
     def stop(self, key: Hashable, answer_tokens: int) -> None:
-        """Correct an ended request's count by its answer's tokens.
+        """Correct an ended request's count by the answer.
 
         Without a token the count stays: a client that left a queue wanted its answer.
         """
@@ -80,8 +79,8 @@ class DemandForecast:
 
     Holt's linear method with a damped trend: level(t) = predicted + gain · (rate(t) - predicted), predicted =
     level(t-1) + DAMPING · trend(t-1), trend(t) = DAMPING · trend(t-1) + trend_gain · (level(t) - predicted).
-    gain: smoothing, or 1 / t in step t if more.  The forecast is at most twice the largest rate.
-    Source: LoRAServe, Algorithm 1, lines 3-6.
+    gain: smoothing, or 1 / t in step t if more.  At most twice the largest rate.  Source: LoRAServe,
+    Algorithm 1, lines 3-6.
     """
 
     DAMPING = 0.8

@@ -37,9 +37,7 @@ class CostModel:
     max_num_batched_tokens: int | None = None
 
     def start_s(self, prompt: Row) -> float:
-        """Cost of a missing adapter for a prompt: the load, or the host's extra time if less (Toppings
-        section 4.1).
-        """
+        """Cost of a missing adapter: the load, or the host's extra time if less (Toppings section 4.1)."""
         load_s = self.adapter_load_s_per_rank * prompt.lora_rank
         if self.host is None:
             return load_s
@@ -60,7 +58,7 @@ class _Work:
 
 
 class _Known:
-    """Batches of instances, recounted only after changes."""
+    """Recounted only after changes."""
 
     def __init__(self, model: StepModel, ranks: Mapping[str, int]) -> None:
         self._model = model
@@ -96,10 +94,9 @@ class _Asked:
 
 
 class AnswerMean:
-    """Running mean of the tokens of answers.
+    """Running mean of answers' tokens.
 
-    FIRST_TOKENS has the weight of FIRST_WEIGHT answers.  From MAX_WEIGHT answers on the mean follows the
-    load.
+    FIRST_TOKENS weighs FIRST_WEIGHT answers.  From MAX_WEIGHT answers on the mean follows the load.
     """
 
     FIRST_WEIGHT, MAX_WEIGHT = 8, 1000
@@ -153,7 +150,7 @@ class RankAware(RequestListener):
         return chosen
 
     def cost_s(self, request: RoutedView, instance: InstanceView) -> float:
-        """The cost of a request there, in seconds per token."""
+        """Seconds per token."""
         return self._cost_s(self._ask(request), instance)
 
     def _ask(self, request: RoutedView) -> _Asked:
@@ -200,7 +197,7 @@ class ShortestPendingTime:
         return min(instances, key=lambda one: (self._pending_s(request.adapter, start_s, one), one.index))
 
     def pending_s(self, request: RoutedView, instance: InstanceView) -> float:
-        """Estimated time until the request starts."""
+        """Estimated seconds until the start."""
         return self._pending_s(request.adapter, self._start_s(request), instance)
 
     def _start_s(self, request: RoutedView) -> float:

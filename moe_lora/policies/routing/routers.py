@@ -53,7 +53,7 @@ class FirstFit:
 class AdapterAffinity:
     """The least busy instance with the adapter, or requests for it, unless much busier.
 
-    Its token work is at most (1 + max_imbalance) · the least of all + slack_tokens; else the least of all.
+    Token work is at most (1 + max_imbalance) · the least of all + slack_tokens; else the least of all.
     """
 
     def __init__(self, max_imbalance: float = 0.5, slack_tokens: int = 2048) -> None:
@@ -78,9 +78,9 @@ class PhiRouting:
     """Each adapter's requests over its instances in proportion to phi.
 
     Smooth weighted round robin in place of the paper's draw: of n requests an instance gets below phi · n + 1
-    and above phi · n - (instances - 1).  Absent instances leave their share to the others.  The base model
-    and unplaced adapters go to the least token work.
-    Source: LoRAServe, section IV; disjoint assignment: InfiniLoRA, section 6.1.
+    and above phi · n - (instances - 1).  Absent instances leave shares to the others.  The base model and
+    unplaced adapters go to the least token work.  Source: LoRAServe, section IV; disjoint assignment:
+    InfiniLoRA, section 6.1.
     """
 
     def __init__(self, table: Mapping[str, Iterable[tuple[int, float]]] | None = None) -> None:
@@ -97,7 +97,7 @@ class PhiRouting:
     def swap(self, table: Mapping[str, Iterable[tuple[int, float]]]) -> None:
         """Route by this table from now on; unchanged rows keep their turn.
 
-        Raises ValueError unless shares are positive and sum to 1, and keeps the old table.
+        Raises ValueError, keeping the old table, unless shares are positive and sum to 1.
         """
         before, self._table = self._table, _checked(table)
         self._credits = {
@@ -138,10 +138,8 @@ def _checked(table: Mapping[str, Iterable[tuple[int, float]]]) -> dict[str, _Row
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingContext:
-    """max_num_seqs: of an instance.
-
-    max_loras: on a device; None: unlimited.  ranks: of the adapters, updated at run time.  table: for `phi`.
-    seed: of `random`.
+    """max_loras: on a device; None: unlimited.  ranks: updated at run time.  table: for `phi`.  seed: of
+    `random`.
     """
 
     max_num_seqs: int = 64

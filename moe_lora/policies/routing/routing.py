@@ -59,7 +59,7 @@ class InstanceLoad:
             self.note(adapter)
 
     def note(self, adapter: str) -> None:
-        """Record that the adapter is on the device, or on its way."""
+        """The adapter is on the device, or on its way."""
         self.recent.pop(adapter, None)
         self.recent[adapter] = None
         if len(self.recent) > self._max_recent:
@@ -95,12 +95,12 @@ class InstanceView(Protocol):
 
     @property
     def index(self) -> int:
-        """Number, constant during the front end's life."""
+        """Constant during the front end's life."""
         ...
 
     @property
     def outstanding_tokens(self) -> int:
-        """Upper bound of the requests' remaining tokens, other front ends' included."""
+        """Upper bound of remaining tokens, other front ends' included."""
         ...
 
     @property
@@ -110,7 +110,7 @@ class InstanceView(Protocol):
 
 
 class RoutedView(Protocol):
-    """A request in the view of routing.  `adapter` None: the base model."""
+    """`adapter` None: the base model."""
 
     @property
     def adapter(self) -> str | None: ...
@@ -180,5 +180,5 @@ class RoundRobin:
 def with_room(
     adapter: str | None, instances: Sequence[Instance], max_loras: int | None
 ) -> Sequence[Instance]:
-    """Instances with room for the adapter; all if none has."""
+    """Instances with room for the adapter, or all."""
     return [one for one in instances if one.load.has_room(adapter, max_loras)] or instances

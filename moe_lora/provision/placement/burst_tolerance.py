@@ -25,7 +25,7 @@ class DeviceMemory:
 
 
 def preload(loads: Mapping[str, float], memory: DeviceMemory) -> dict[str, list[Server]]:
-    """Adapter -> servers to preload the adapter on; none without load.
+    """Adapter -> servers to preload on; none without load.
 
     The adapter of lowest burst tolerance gets servers of most free memory, until the lowest would fall.
     Raises ValueError for a load that is no number >= 0.
@@ -82,7 +82,7 @@ def place_by_burst_tolerance(
 def place_and_preload(
     adapters: Iterable[str], demand: Mapping[str, float], memory: DeviceMemory
 ) -> tuple[Table, dict[Server, list[str]]]:
-    """`preload` as a table of equal shares, and adapters by server, heaviest load first.
+    """`preload` as a table of equal shares, and adapters by server, heaviest first.
 
     Without demand adapters count alike.  Further adapters go to the server of fewest.
     """

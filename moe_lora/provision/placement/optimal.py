@@ -102,7 +102,7 @@ def _tightest(tokens: Sequence[float], points: Sequence[float], counts: Sequence
 class Filling:
     """Fills servers of given caps and room (tokens/s); adapters stay if possible.
 
-    An adapter takes room only from servers of its rank or more.
+    Adapters take room only from servers of their rank or more.
     """
 
     def __init__(self, slots: Slots, caps: Sequence[int], room: Sequence[float]) -> None:
@@ -340,7 +340,7 @@ def _leaving(
 
 
 def _whole(row: dict[int, float]) -> dict[int, float]:
-    """Shares that sum to 1: a removed server's share goes to the rest."""
+    """A removed server's share goes to the rest."""
     total = sum(row.values())
     return {min(row): 1.0} if total <= 0 else {server: share / total for server, share in row.items()}
 

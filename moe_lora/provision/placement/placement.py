@@ -131,7 +131,7 @@ class _Packing:
         return self._shares
 
     def _pack_rank(self, adapters: Iterable[int], own: range) -> list[tuple[int, float]]:
-        """Fractional bin packing: fill server by server to the target; returns remaining shares."""
+        """Fractional bin packing to the target; returns remaining shares."""
         left = []
         servers = iter(own)
         server = next(servers, None)
@@ -153,8 +153,7 @@ class _Packing:
         return left
 
     def _place_left(self, adapter: int, share: float) -> None:
-        """Within the target: the highest maximum rank, then the least use.  Without room: the least use
-        first.
+        """Within the target: the highest maximum rank, then the least use.  Else the least use first.
 
         Source: "the server with highest max rank and least utilization".
         """
@@ -218,7 +217,7 @@ def contiguous_placement(problem: PlacementProblem, before: Shares) -> Table:
 
 
 def balanced_assignment(loads: Mapping[str, float], num_instances: int) -> dict[str, int]:
-    """Adapter -> instance: the heaviest adapter first, to the instance of least load (ties: fewest adapters).
+    """Adapter -> instance: the heaviest first, to the least load (ties: fewest adapters).
 
     The heaviest instance carries at most 4/3 - 1/(3 num_instances) times the optimum (Graham 1969, LPT).
     Source: InfiniLoRA, section 6.1.  Raises ValueError for num_instances < 1 and impossible loads.

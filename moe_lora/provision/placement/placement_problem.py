@@ -25,7 +25,7 @@ Placed: TypeAlias = Mapping[str, Iterable[tuple[Server, float]]]
 Shares: TypeAlias = dict[int, dict[int, float]]
 """A table by numbers: adapter -> server -> phi > 0 (0 allowed for an only server)."""
 ROUNDING = 1e-9
-"""Least share, or room of a server: float sums differ by less."""
+"""Least share or room: float sums differ by less."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,7 +48,7 @@ class PlacementProblem:
 
     @property
     def target_utilisation(self) -> float:
-        """Mean load of a server, a bound on the worst (LoRAServe Algorithm 1, lines 7-14)."""
+        """Mean load, a bound on the worst (LoRAServe Algorithm 1, lines 7-14)."""
         return math.fsum(self.load) / len(self.servers)
 
     @cached_property
@@ -218,7 +218,7 @@ def _swap_equal(problem: PlacementProblem, shares: Shares, before: Shares) -> Sh
 
 
 def copied_bytes(problem: PlacementProblem, shares: Shares, before: Shares) -> float:
-    """Bytes of adapters on new servers; new adapters do not count."""
+    """Bytes on new servers; new adapters do not count."""
     return sum(
         float(problem.nbytes[adapter])
         for adapter, row in shares.items()

@@ -196,7 +196,8 @@ def searched_loads(
 
 def place_of(plan: Plan) -> SizedCluster:
     if plan.kind == "coupled":
-        return SizedCluster(None, plan.instances, plan.slots, plan.prefill_instances, plan.full_steps)
+        tokens = plan.max_num_batched_tokens if plan.full_steps else None
+        return SizedCluster(None, plan.instances, plan.slots, plan.prefill_instances, tokens or 0)
     return SizedCluster(Layout.parse(plan.layout), plan.instances)
 
 

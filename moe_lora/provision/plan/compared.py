@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 from moe_lora.core.errors import SloError
@@ -14,11 +16,11 @@ from moe_lora.workload.traces.records import Trace
 
 from .checked import PATIENCE, PlaceSearch, checked_server_plan, replaced, searched_loads
 from .cluster_size import MS, Cluster
-from .coupled import MOST_PROMPTS, Apart, Coupled, sizing_of
+from .coupled import MOST_PROMPTS, Apart, Coupled, LargerSteps, sizing_of
 from .evidence import bound_of
 from .inputs import PlanInputs, SizedCluster
 from .plan import CHECK, TAIL, Plan, assumptions, shared_fields
-from .verify import PlannedLoad, Replay, holds, missed_texts, planned_load, replays, verdicts
+from .verify import ARRIVALS, PlannedLoad, Replay, holds, missed_texts, planned_load, replays, verdicts
 
 GROWTH = 16
 """After a miss, tries a sixteenth more instances; up to MOST_TIMES as many and AND_MORE."""
@@ -38,7 +40,7 @@ class CoupledSearch:
         loads_of: Callable[[float], Sequence[PlannedLoad]],
         coupled: Coupled | None = None,
     ) -> None:
-        self._cluster, self._coupled = cluster, coupled or Coupled(cluster)
+        self.cluster, self._coupled = cluster, coupled or Coupled(cluster)
         self._loads_of = loads_of
         self._loads: Sequence[PlannedLoad] = ()
         self._found: dict[SizedCluster, list[Replay]] = {}
@@ -46,7 +48,7 @@ class CoupledSearch:
 
     def smallest(self) -> SizedCluster:
         """The smallest place that meets all goals.  Raises SloError with the missed goals."""
-        inputs = self._cluster.inputs
+        inputs = self.cluster.inputs
         number = inputs.instances
         if inputs.gpus is not None:
             number = max(1, inputs.gpus // inputs.instance_gpus)
@@ -63,20 +65,20 @@ class CoupledSearch:
             if not self._loads:
                 self._loads = self._loads_of(self._rate_per_s(place.num_instances))
             for load in self._loads:
-                self._found[place] = replays(self._cluster, place, load, to_the_end=False)
-                if not holds(self._cluster.inputs, self._found[place]):
+                self._found[place] = replays(self.cluster, place, load, to_the_end=False)
+                if not holds(self.cluster.inputs, self._found[place]):
                     break
         return self._found[place]
 
     def holds(self, place: SizedCluster) -> bool:
         """True if the place meets all goals."""
-        return holds(self._cluster.inputs, self.replayed(place))
+        return holds(self.cluster.inputs, self.replayed(place))
 
     def fewest(self) -> int:
         """The modelled number of instances.  Raises SloError if none suffices."""
         low, high = self._least() - 1, self._least()
         while self._nearness(high) > 1:
-            if self._coupled.prompt_share(high) < IDLE and high > 64:
+            if self._coupled.prompts_share(high) < IDLE and high > 64:
                 raise SloError(self._too_slow(high))
             low, high = high, 2 * high
         while high - low > 1:
@@ -85,7 +87,7 @@ class CoupledSearch:
         return high
 
     def _least(self) -> int:
-        inputs = self._cluster.inputs
+        inputs = self.cluster.inputs
         bound = None if inputs.rate_per_s is None else bound_of(inputs, inputs.rate_per_s)
         if bound is None or inputs.global_batch is not None:
             return 1
@@ -95,7 +97,7 @@ class CoupledSearch:
         return min(map(self._coupled.nearness, self._coupled.places(num_instances)), default=math.inf)
 
     def _rate_per_s(self, num_instances: int) -> float:
-        inputs = self._cluster.inputs
+        inputs = self.cluster.inputs
         if inputs.global_batch is not None:
             step_s = self._coupled.tpot_s(inputs.global_batch / num_instances)
             return inputs.global_batch / (inputs.output_tokens * step_s)
@@ -112,12 +114,35 @@ class CoupledSearch:
         if not places:
             return None
         first = places[0]
+        if first.step_tokens:
+            return self.along(places)
         if self.holds(first):
             return first
         waited = any((one.waited_for_adapter or 0.0) > WAITED for one in self.replayed(first))
         others = sorted(places[1:], key=lambda place: place.slots, reverse=waited)
-        others = places[1:] if first.full_steps else others
         return next(filter(self.holds, others), None)
+
+    def along(self, places: Sequence[SizedCluster]) -> SizedCluster | None:
+        """One that holds.  Along the places TTFT falls and TPOT rises: steps double, then halve."""
+        low, high, at = -1, len(places), 0
+        while low < at < high:
+            if self.holds(places[at]):
+                return places[at]
+            slow = self._misses(places[at]).get("slo_tpot_s")
+            low, high = (low, at) if slow else (at, high)
+            at = min(2 * at + 1, high - 1) if high == len(places) else (low + high) // 2
+        return None
+
+    def nearest(self, places: Sequence[SizedCluster]) -> SizedCluster:
+        """Of the replayed places the one with the smallest largest miss."""
+        replayed = (place for place in places if place in self._found)
+        return min(replayed, key=lambda place: max(self._misses(place).values(), default=math.inf))
+
+    def _misses(self, place: SizedCluster) -> dict[str, float]:
+        """Missed parts of the goals."""
+        judged = verdicts(self.cluster.inputs, self.replayed(place))
+        missed = sorted((one.missed_by / one.goal, one.target) for one in judged if one.missed_by)
+        return {target: part for part, target in missed}
 
     def _bisected(self, first: int) -> SizedCluster:
         low, high, most = self._least() - 1, first, MOST_TIMES * first + AND_MORE
@@ -150,30 +175,31 @@ class CoupledSearch:
         return max(low, high - step)
 
     def _shortfall(self, num_instances: int) -> str:
-        inputs, places = self._cluster.inputs, self._coupled.places(num_instances)
+        inputs, places = self.cluster.inputs, self._coupled.places(num_instances)
         if not places:
             return (
                 f"{num_instances} coupled instances of {inputs.instance_gpus} GPUs: "
                 f"{self._why_no_place(num_instances)}; give more instances or GPUs, or lower the load"
             )
-        said = missed_texts(verdicts(inputs, self.replayed(places[0])))
+        place = self.nearest(places)
+        said = missed_texts(verdicts(inputs, self.replayed(place)))
         return (
-            f"simulated, {places[0]}: {'; '.join(said)}; raise --slo-ttft-s or --slo-tpot-s, give more "
+            f"simulated, {place}: {'; '.join(said)}; raise --slo-ttft-s or --slo-tpot-s, give more "
             "GPUs, or lower the load"
         )
 
     def _why_no_place(self, num_instances: int) -> str:
-        share = self._coupled.prompt_share(num_instances)
+        share = self._coupled.prompts_share(num_instances)
         if share > MOST_PROMPTS:
             return (
                 f"full steps of prompts take {share:.0%} of their time, {MOST_PROMPTS:.0%} at most is planned"
             )
-        gpu, name = self._cluster.inputs.profile.gpu, self._cluster.inputs.profile.name
+        gpu, name = self.cluster.inputs.profile.gpu, self.cluster.inputs.profile.name
         gpu.needed("load_bytes_per_s", name)
         return "the KV of requests that run, or of the longest one, leaves no room for an adapter"
 
     def _too_slow(self, num_instances: int) -> str:
-        inputs, coupled, cluster = self._cluster.inputs, self._coupled, self._cluster
+        inputs, coupled = self.cluster.inputs, self._coupled
         places = coupled.places(num_instances)
         if not places:
             return f"coupled instances of {inputs.instance_gpus} GPUs: {self._why_no_place(num_instances)}"
@@ -182,9 +208,9 @@ class CoupledSearch:
         ttft_s = coupled.p95_ttft_s(places[0], tpot_s, coupled.queue(places[0], batch, tpot_s))
         return (
             f"coupled instances of {inputs.instance_gpus} GPUs, however many: P95 TTFT {ttft_s:.3f} s "
-            f"without any queue, {cluster.prefill_s(None, tpot_s):.3f} s of it for further steps of a long "
-            f"prompt (SLO "
-            f"{inputs.slo_ttft_s:g} s), TPOT {tpot_s * MS:.1f} ms (SLO {inputs.slo_tpot_s * MS:g} ms); the "
+            f"without any queue, {coupled.prompt_s(places[0], tpot_s):.3f} s of it for further steps of a "
+            f"long prompt (SLO {inputs.slo_ttft_s:g} s), TPOT {tpot_s * MS:.1f} ms "
+            f"(SLO {inputs.slo_tpot_s * MS:g} ms); the "
             f"{'steps are' if ttft_s > inputs.slo_ttft_s else 'step is'} the longer term; raise "
             "--slo-ttft-s or --slo-tpot-s, or --instance-gpus"
         )
@@ -207,10 +233,12 @@ def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
     cluster = Cluster(inputs)
     cluster.check_prompts()
     coupled, refused = _coupled(cluster, trace)
-    coupled = with_apart(cluster, trace, coupled)
-    if coupled is None:
-        return _server_only(inputs, trace, refused)
-    return _cheaper(cluster, coupled, trace)
+    coupled, apart = with_apart(cluster, trace, coupled)
+    plan = _cheaper(cluster, coupled, trace) if coupled else _server_only(inputs, trace, refused, apart)
+    if plan.kind == "coupled":
+        return replace(plan, apart=apart)
+    without = f"; without one {apart}" if apart else ""
+    return replace(plan, apart=f"not sized beside a LoRA Server{without}")
 
 
 def _coupled(cluster: Cluster, trace: Trace) -> tuple[Plan | None, Exception | None]:
@@ -222,51 +250,74 @@ def _coupled(cluster: Cluster, trace: Trace) -> tuple[Plan | None, Exception | N
         return None, refused
 
 
-def with_apart(cluster: Cluster, trace: Trace, together: Plan | None) -> Plan | None:
-    """The plan of fewer GPUs: prompts together with answers, or apart."""
-    inputs = cluster.inputs
+def with_apart(cluster: Cluster, trace: Trace, together: Plan | None) -> tuple[Plan | None, str]:
+    """The plan of fewer GPUs, with prompts together with answers or apart; the reason, or "" if untried."""
+    inputs, loads_of = cluster.inputs, cache(partial(searched_loads, cluster.inputs, trace=trace))
     if inputs.instance_gpus > 1 or inputs.rate_per_s is None or inputs.global_batch is not None:
-        why = "no rate is known" if inputs.instance_gpus == 1 else "instances of several GPUs move no KV"
-        return together and replace(together, apart=f"not compared: {why}")
-    number = inputs.instances or inputs.gpus or (together.instances if together else None)
+        several = "instances of several GPUs move no KV"
+        why = several if inputs.instance_gpus > 1 else "--global-batch states no rate of prompts"
+        return together, f"not compared: {why}" if together else ""
+    best, steps = together, ""
+    with suppress(SloError, MissingRateError):
+        larger = _fewer(CoupledSearch(cluster, loads_of, LargerSteps(cluster)), together)
+        if larger is not None:
+            before = f"takes {together.total_gpus} GPUs" if together else "is refused"
+            steps = f", with steps of up to {larger.max_num_batched_tokens} prompt tokens"
+            steps += f" (with steps within the TPOT SLO it {before})"
+            best = larger
     try:
         apart = Apart(cluster)
-        search = CoupledSearch(cluster, lambda rate_per_s: searched_loads(inputs, rate_per_s, trace), apart)
-        if together is None or number is None:
-            place: SizedCluster | None = search.smallest()
-        else:
-            place = None if inputs.instances or inputs.gpus else search.below(number)
+        search = CoupledSearch(cluster, loads_of, apart)
+        divided = _fewer(search, best)
     except (SloError, MissingRateError) as refused:
-        return together and replace(together, apart=f"not compared: {refused}")
+        if best is None:
+            return None, f"{refused}"
+        return best, f"together{steps}; not compared: {refused}" if steps else f"not compared: {refused}"
+    if divided is None:
+        assert best is not None
+        return best, f"together{steps}: {_beside(search, apart, best)}; {_prompt_times(apart)}"
+    arrivals = divided.checked[-1].arrivals
+    before = "is refused"
+    if best is not None:
+        before = f"takes {best.total_gpus} GPUs ({_numbers(best.checked, arrivals)}){steps}"
+    return divided, (
+        f"apart: {divided.prefill_instances} of {divided.instances} instances compute prompts "
+        f"({_numbers(divided.checked, arrivals)}, with {ARRIVALS[arrivals]}); together {before}; "
+        f"{_prompt_times(apart)}"
+    )
+
+
+def _fewer(search: CoupledSearch, than: Plan | None) -> Plan | None:
+    """The smallest plan of fewer GPUs, if there is one.  Raises SloError if no number is known."""
+    inputs = search.cluster.inputs
+    if than is not None and (inputs.instances or inputs.gpus):
+        return None
+    place = search.smallest() if than is None else search.below(than.instances)
     if place is None:
-        assert together is not None
-        return replace(together, apart=f"together: {_beside(search, apart, together)}")
-    if place.prefill_instances:
-        kind = f"apart: {place.prefill_instances} of {place.num_instances} instances compute prompts"
-    else:
-        kind = f"together, with steps of up to {apart.full_step} prompt tokens"
-    more = "together is refused" if together is None else f"together takes {together.total_gpus} GPUs"
-    plan = replace(coupled_plan(cluster, place), checked=tuple(search.replayed(place)))
-    before = "" if together is None else f" ({_numbers(together.checked)})"
-    said = f"{kind} ({_numbers(plan.checked)}); {more}{before}; {_prompt_times(apart)}"
-    return replace(plan, apart=said)
+        return None
+    return replace(coupled_plan(search.cluster, place), checked=tuple(search.replayed(place)))
 
 
 def _beside(search: CoupledSearch, apart: Apart, together: Plan) -> str:
     """Both on the same GPUs."""
-    places = [place for place in apart.places(together.instances) if place.prefill_instances]
+    places = apart.places(together.instances)
     if not places:
         busy = f"prompts alone take {apart.prompts_share(1):.2f} of {together.instances} instances"
-        return f"{busy}, and a division leaves too few for answers; {_prompt_times(apart)}"
-    place = next((one for one in places if search.holds(one)), places[0])
+        return f"{busy}, and a division leaves too few for answers"
+    place = search.along(places) or search.nearest(places)
+    found = search.replayed(place)
+    missed = "; ".join(missed_texts(verdicts(apart.cluster.inputs, found)))
+    arrivals = found[-1].arrivals
     number = f"{place.prefill_instances} of {place.num_instances} instances"
-    held = "which holds" if search.holds(place) else "which does not hold"
-    divided = f"with {number} for prompts {_numbers(search.replayed(place))}, {held}"
-    return f"{_numbers(together.checked)}; {divided}; {_prompt_times(apart)}"
+    held = f"which does not hold: {missed}" if missed else "which holds"
+    divided = (
+        f"with {number} for prompts {_numbers(found, arrivals)} (both with {ARRIVALS[arrivals]}), {held}"
+    )
+    return f"{_numbers(together.checked, arrivals)}; {divided}"
 
 
-def _numbers(replays: Sequence[Replay]) -> str:
-    one = replays[-1]
+def _numbers(replays: Sequence[Replay], arrivals: str) -> str:
+    one = next(one for one in replays if one.arrivals == arrivals)
     if one.p95_ttft_s is None or one.mean_tpot_s is None:
         return "no request was judged"
     return f"P95 TTFT {one.p95_ttft_s * MS:.0f} ms, TPOT {one.mean_tpot_s * MS:.1f} ms"
@@ -282,13 +333,14 @@ def _prompt_times(apart: Apart) -> str:
     )
 
 
-def _server_only(inputs: PlanInputs, trace: Trace, refused: Exception | None) -> Plan:
+def _server_only(inputs: PlanInputs, trace: Trace, refused: Exception | None, apart: str) -> Plan:
     try:
         plan = checked_server_plan(inputs, trace)
     except (SloError, MissingRateError) as error:
         if isinstance(error, MissingRateError) and isinstance(refused, MissingRateError):
             raise refused from error
-        raise SloError(f"{refused}. Nor does a LoRA Server: {error}") from error
+        nor = f". Nor with prompts apart: {apart}" if apart else ""
+        raise SloError(f"{refused}{nor}. Nor does a LoRA Server: {error}") from error
     return replace(plan, compared=f"a LoRA Server, as coupled instances do not hold the load: {refused}")
 
 
@@ -425,6 +477,8 @@ def coupled_plan(cluster: Cluster, place: SizedCluster) -> Plan:
     running = batch / (1 + cluster.margin)
     tpot_s, at_load_s = coupled.tpot_s(running), coupled.tpot_s(batch)
     queue = coupled.queue(place, running, tpot_s)
+    prefill, decoding = place.prefill_instances, place.num_decoding
+    links = 2 * min(prefill, decoding) if prefill else decoding
     in_service = batch * inputs.adapter_share * cluster.in_service
     needed = {name: capacity(batch * cluster.in_service) for name, capacity in cluster.capacity_of.items()}
     capacity = needed[inputs.estimator], in_service
@@ -435,7 +489,7 @@ def coupled_plan(cluster: Cluster, place: SizedCluster) -> Plan:
         kind="coupled",
         capacity_paper=needed["paper"],
         capacity_corrected=needed["corrected"],
-        loads_per_s=queue.loads_per_s * place.num_decoding,
+        loads_per_s=queue.loads_per_s * links,
         load_wait_s=queue.wait_s if math.isfinite(queue.wait_s) else 0.0,
         **_NO_SERVER,
         memory_gb_per_rank=place.slots * inputs.coupled_adapter_bytes / inputs.instance_gpus / 1e9,
@@ -443,10 +497,10 @@ def coupled_plan(cluster: Cluster, place: SizedCluster) -> Plan:
         max_num_seqs=coupled.most_rows(place),
         p95_ttft_s=None if queues else p95_ttft_s,
         p95_decode_ttft_s=None if queues else decode_s,
-        prompt_share=coupled.prompts_share(place.prefill_instances or place.num_instances),
+        prompt_share=coupled.prompts_share(prefill or decoding, place.step_tokens),
         max_num_batched_tokens=coupled.step_tokens(place),
-        prefill_instances=place.prefill_instances,
-        full_steps=place.full_steps,
+        prefill_instances=prefill,
+        full_steps=place.step_tokens > 0,
         tpot_at_load_s=at_load_s,
         layer_ms=_layer_ms(coupled.cluster, batch),
         assumptions=assumptions(inputs, batch * place.num_decoding, coupled=True),

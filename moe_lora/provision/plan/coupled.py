@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import count, takewhile
 
 from moe_lora.provision.admission.admitted import largest
 from moe_lora.provision.admission.iar import expected_active
@@ -71,7 +73,7 @@ class Coupled:
         rate_per_s = inputs.rate_per_s * (1 + cluster.margin) / num_instances
         return rate_per_s * inputs.prompts.computed_tokens * cluster.token_s(None)
 
-    def prompts_share(self, num_instances: int) -> float:
+    def prompts_share(self, num_instances: int, step_tokens: int = 0) -> float:
         """Of the time of instances with prompts."""
         return self.prompt_share(num_instances)
 
@@ -130,11 +132,12 @@ class Coupled:
         )
 
     def queue(self, place: SizedCluster, batch: float, tpot_s: float) -> LoadQueue:
-        """Loads of one instance."""
-        inputs = self._inputs
+        """Loads of one instance: of a division, on the side of fewer; each side loads for every request."""
+        inputs, decoding = self._inputs, place.num_decoding
         load_s = self.load_s(place.slots)
         misses = miss_share(inputs.probabilities, place.slots) if load_s else 0.0
         requests_per_s = batch / (inputs.output_tokens * tpot_s)
+        requests_per_s *= decoding / min(decoding, place.prefill_instances or decoding)
         return LoadQueue(
             loads_per_s=requests_per_s * inputs.adapter_share * misses, load_s=load_s, misses=misses
         )
@@ -145,7 +148,11 @@ class Coupled:
 
     def p95_ttft_s(self, place: SizedCluster, tpot_s: float, queue: LoadQueue) -> float:
         """P95 TTFT without a wait for a slot or for further prompts."""
-        return self.p95_decode_ttft_s(tpot_s, queue) + self._cluster.prefill_s(None, tpot_s)
+        return self.p95_decode_ttft_s(tpot_s, queue) + self.prompt_s(place, tpot_s)
+
+    def prompt_s(self, place: SizedCluster, tpot_s: float) -> float:
+        """The P95 prompt's part of TTFT."""
+        return self._cluster.prefill_s(None, tpot_s)
 
     def most_rows(self, place: SizedCluster) -> int:
         """Most requests of an instance within the TPOT SLO and KV."""
@@ -167,30 +174,17 @@ class Coupled:
 
 NEAR = 1.05
 """Of the least time a prompt token: a step has the fewest tokens within this factor."""
-FURTHER = 2
-"""Tried instances for prompts above the fewest."""
+FURTHER = 8
+"""Instances for prompts: at most twice the fewest, and these."""
 
 
-class Apart(Coupled):
-    """As `Coupled`, with instances for prompts; the others are sized without prompts.
-
-    Raises MissingRateError without a rate for KV.
-    """
+class LargerSteps(Coupled):
+    """As `Coupled`, with steps beyond the TPOT SLO; replays judge the mean.  Sized without prompts."""
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(Cluster(replace(cluster.inputs, prompts=None)))
         assert cluster.inputs.prompts is not None
         self.together, self.needed, self.prompts = cluster, cluster.needed, cluster.inputs.prompts
-        self._net_bytes_per_s = self._inputs.profile.gpu.needed("net_bytes_per_s", self._inputs.profile.name)
-
-    def prefill(self, place: SizedCluster) -> PrefillConfig | None:
-        if not place.prefill_instances:
-            return None
-        return PrefillConfig(
-            num_instances=place.prefill_instances,
-            kv_token_bytes=self._inputs.kv_token_bytes,
-            link_bytes_per_s=self._net_bytes_per_s,
-        )
 
     @cached_property
     def full_step(self) -> int:
@@ -200,14 +194,59 @@ class Apart(Coupled):
         return unit + unit * largest(lambda n: token_s(None, n * unit) > fast_s, MOST_STEP_TOKENS // unit, 0)
 
     def step_tokens(self, place: SizedCluster) -> int:
-        return max(self.full_step, self.most_rows(place))
+        return max(place.step_tokens, self.most_rows(place))
 
-    def prompts_share(self, num_instances: int) -> float:
-        """The load's prompts, over the time of num_instances in full steps."""
+    def prompts_share(self, num_instances: int, step_tokens: int = 0) -> float:
+        """The load's prompts, over the time of num_instances in steps of step_tokens (0: full_step)."""
         inputs, prompts = self._inputs, self.prompts
         assert inputs.rate_per_s is not None
         rate_per_s = inputs.rate_per_s * (1 + self.together.margin) / num_instances
-        return rate_per_s * prompts.computed_tokens * self.together.token_s(None, self.full_step)
+        token_s = self.together.token_s(None, step_tokens or self.full_step)
+        return rate_per_s * prompts.computed_tokens * token_s
+
+    def places(self, num_instances: int) -> list[SizedCluster]:
+        """Doublings of the largest step within the TPOT SLO, then full_step."""
+        doubled = (self.together.step_tokens(None, 0.0) << number for number in count(1))
+        steps = [*takewhile(lambda tokens: tokens < self.full_step, doubled), self.full_step]
+        within = [one for one in steps if self.prompts_share(num_instances, one) <= MOST_PROMPTS]
+        return self._places(num_instances, [(0, one) for one in within])
+
+    def _places(self, num_instances: int, divisions: Sequence[tuple[int, int]]) -> list[SizedCluster]:
+        """By instances for prompts and step; the longest request fits."""
+        least = self.prompts.longest_kv_tokens / self._inputs.context_tokens
+        return [
+            replace(place, num_instances=num_instances, prefill_instances=prefill, step_tokens=tokens)
+            for prefill, tokens in divisions
+            for place in super(LargerSteps, self).places(num_instances - prefill)[:1]
+            if self.kv_requests(place.slots) >= least
+        ]
+
+    def nearness(self, place: SizedCluster) -> float:
+        share = self.prompts_share(place.prefill_instances or place.num_instances, place.step_tokens)
+        return max(super().nearness(place), share / MOST_PROMPTS)
+
+    def p95_ttft_s(self, place: SizedCluster, tpot_s: float, queue: LoadQueue) -> float:
+        """Load, the step under way, and the prompt."""
+        return self.p95_decode_ttft_s(0.0, queue) + self.prompt_s(place, tpot_s)
+
+    def prompt_s(self, place: SizedCluster, tpot_s: float) -> float:
+        tokens = place.step_tokens + self.prompts.p95_computed
+        return tokens * self.together.token_s(None, place.step_tokens)
+
+
+class Apart(LargerSteps):
+    """Instances for prompts beside others.  Raises MissingRateError without a rate for KV."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self._net_bytes_per_s = self._inputs.profile.gpu.needed("net_bytes_per_s", self._inputs.profile.name)
+
+    def prefill(self, place: SizedCluster) -> PrefillConfig | None:
+        return PrefillConfig(
+            num_instances=place.prefill_instances,
+            kv_token_bytes=self._inputs.kv_token_bytes,
+            link_bytes_per_s=self._net_bytes_per_s,
+        )
 
     @property
     def move_s(self) -> float:
@@ -216,31 +255,14 @@ class Apart(Coupled):
         return LinkTime(self._net_bytes_per_s).seconds(num_bytes)
 
     def places(self, num_instances: int) -> list[SizedCluster]:
-        """Numbers of instances for prompts; first 0: each instance has full steps."""
+        """Numbers of instances for prompts, from the fewest."""
         fewest = math.ceil(self.prompts_share(1) / MOST_PROMPTS)
-        undivided = [0] if fewest <= num_instances else []
-        least = self.prompts.longest_kv_tokens / self._inputs.context_tokens
-        found = []
-        for number in (*undivided, *range(fewest, fewest + 1 + FURTHER)):
-            decoding = super().places(num_instances - number)[:1] if number < num_instances else []
-            found += [
-                replace(place, num_instances=num_instances, prefill_instances=number, full_steps=True)
-                for place in decoding
-                if self.kv_requests(place.slots) >= least
-            ]
-        return found
-
-    def nearness(self, place: SizedCluster) -> float:
-        share = self.prompts_share(place.prefill_instances or place.num_instances)
-        return max(super().nearness(place), share / MOST_PROMPTS)
-
-    def p95_ttft_s(self, place: SizedCluster, tpot_s: float, queue: LoadQueue) -> float:
-        """Load, the step under way, and the prompt."""
-        tokens = self.full_step + self.prompts.p95_computed
-        load_s = self.p95_decode_ttft_s(0.0, queue)
-        return load_s + tokens * self.together.token_s(None, self.full_step)
+        most = min(num_instances - 1, 2 * fewest + FURTHER)
+        return self._places(num_instances, [(one, self.full_step) for one in range(fewest, most + 1)])
 
 
 def sizing_of(cluster: Cluster, place: SizedCluster) -> Coupled:
     """The models of a coupled place."""
-    return Apart(cluster) if place.full_steps else Coupled(cluster)
+    if place.prefill_instances:
+        return Apart(cluster)
+    return LargerSteps(cluster) if place.step_tokens else Coupled(cluster)

@@ -124,15 +124,15 @@ def _block_hits(requests: Sequence[TraceRequest]) -> list[int]:
 class SizedCluster:
     """Instances beside a LoRA Server, or coupled, with `slots` adapters on each.
 
-    prefill_instances: for prompts alone; the others have the answers.  full_steps: a step's prompt tokens are
-    not limited by the TPOT SLO.
+    prefill_instances: for prompts alone; the others have the answers.  step_tokens: a step's budget; 0: the
+    largest within the TPOT SLO.
     """
 
     layout: Layout | None
     num_instances: int
     slots: int = 0
     prefill_instances: int = 0
-    full_steps: bool = False
+    step_tokens: int = 0
 
     @property
     def num_decoding(self) -> int:

@@ -254,7 +254,7 @@ class Plan:
     prefill_instances: int = 0
     """Instances for prompts alone."""
     full_steps: bool = False
-    """The TPOT SLO does not limit a step's prompt tokens."""
+    """Steps of prompt tokens may exceed the TPOT SLO; the mean keeps it."""
     apart: str = ""
     """Reason for prompts together or apart."""
     checked: tuple[Replay, ...] = ()

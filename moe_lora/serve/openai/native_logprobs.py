@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from moe_lora.core.request import TokenLogprobs
@@ -65,14 +66,17 @@ async def add_prompt_side(
     start, entry = body.logprob_start_len or 0, _entries(body, token_text)
     for item, delta in zip(items, whole, strict=True):
         check_report(delta)
-        scores = (delta.prompt and delta.prompt.logprobs) or ()
-        ids, kept = generation.prompt_of(delta.index)[start:], scores[start:]
-        first, rest = [entry(ids[0], None)], zip(ids[1:], kept, strict=True)
+        ids = generation.prompt_of(delta.index)[start:]
+        first, rest = [entry(ids[0], None)], zip(ids[1:], _scores(delta, start), strict=True)
         entries = (entry(token_id, one.logprob) for token_id, one in rest)
         item["meta_info"]["input_token_logprobs"] = await in_slices(_encoded(first, entries))
-        if body.logprobs:
-            tops = ([entry(*pair) for pair in structs_top(one, body.logprobs).top] for one in kept)
+        if num := body.logprobs:
+            tops = ([entry(*pair) for pair in structs_top(one, num).top] for one in _scores(delta, start))
             item["meta_info"]["input_top_logprobs"] = await in_slices(_encoded([None], tops))
+
+
+def _scores(delta: Delta, start: int) -> Iterator[TokenLogprobs]:
+    return islice((delta.prompt and delta.prompt.logprobs) or (), start, None)
 
 
 def _encoded(first: list[Any], rest: Iterable[Any]) -> Iterator[bytes]:

@@ -20,7 +20,7 @@ from starlette.types import Scope
 from moe_lora.config import LimitsConfig
 from moe_lora.core.errors import ConfigError, FieldError
 from moe_lora.core.host import return_memory
-from moe_lora.core.request import ModelInfo, SamplingParams
+from moe_lora.core.request import MAX_REPORT_BYTES, ModelInfo, SamplingParams
 from moe_lora.engine.text.text import LONG_TEXT_CHARS, with_end_tokens
 from moe_lora.serve.access import caller_of
 from moe_lora.serve.http_errors import ApiError, ContextLengthError, bad_request, describe_validation
@@ -377,6 +377,10 @@ def _check_work(
         what = f"all choices of the request may take {work} tokens, log probabilities of others included, "
         what += f"more than the {most} of one request; lower max_tokens, n, logprobs or prompt_logprobs"
         raise bad_request(what, "max_tokens", limit="request_tokens")
+    if (num_bytes := 8 * scores * max(map(len, prompts))) > MAX_REPORT_BYTES:
+        what = f"log probabilities of a prompt have {num_bytes} bytes, more than the {MAX_REPORT_BYTES} "
+        what += "of one message; shorten the prompt, or lower logprobs or prompt_logprobs"
+        raise bad_request(what, "prompt_logprobs", limit="request_tokens")
 
 
 def prepared(

@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
@@ -137,7 +138,7 @@ class PromptCompletion(CompletionFormat):
         super().__init__(tokenizer, with_token_ids=with_token_ids)
         self._prepared = prepared
         self._echoed: set[int] = set()
-        self._scores: Sequence[TokenLogprobs] = ()
+        self._scores: Iterable[TokenLogprobs] = ()
         self._echoing: Sequence[int] = ()
         self._encoded: dict[int, msgspec.Raw] = {}
         self._shown_scores: dict[int, msgspec.Raw | None] = {}
@@ -189,7 +190,7 @@ class PromptCompletion(CompletionFormat):
         self,
         index: int,
         prompt: Sequence[int],
-        scores: Sequence[TokenLogprobs],
+        scores: Iterable[TokenLogprobs],
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprobs],
     ) -> Iterator[dict[str, list[Any]]]:
@@ -198,11 +199,11 @@ class PromptCompletion(CompletionFormat):
         self._offsets[index] = len(text)
         yield {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
         num = self._prepared.sampling.logprobs or 0
-        all_ids, all_scores = [*prompt[1:], *token_ids], [*scores, *logprobs]
-        num_cut = len(scores)  # the report may have more likely tokens
+        all_ids, found = [*prompt[1:], *token_ids], chain(scores, logprobs)
+        num_cut = len(prompt) - 1  # the report may have more likely tokens
         for start in range(0, len(all_ids), SLICE_TOKENS):
             part = range(start, min(start + SLICE_TOKENS, len(all_ids)))
-            cut = [structs_top(all_scores[one], num) if one < num_cut else all_scores[one] for one in part]
+            cut = [structs_top(one, num) if n < num_cut else one for n, one in zip(part, found, strict=False)]
             yield super().logprobs(index, [all_ids[one] for one in part], cut)
 
 
@@ -242,7 +243,7 @@ async def shown_scores(
 
 
 def _score_parts(
-    form: ChoiceFormat, prompt: Sequence[int], scores: Sequence[TokenLogprobs], num_top: int
+    form: ChoiceFormat, prompt: Sequence[int], scores: Iterable[TokenLogprobs], num_top: int
 ) -> Iterator[bytes]:
     """vLLM's prompt_logprobs: entries of each token and the likeliest; null for the first."""
     yield b"[null"

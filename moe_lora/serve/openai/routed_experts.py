@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.lib.format import write_array_header_1_0
 
-from moe_lora.core.request import MAX_EXPERT_BYTES
+from moe_lora.core.request import MAX_REPORT_BYTES
 from moe_lora.serve.http_errors import bad_request
 
 from .prompt_side import in_slices
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PART_BYTES = 3 << 14
 """Bytes of experts encoded at once, in a fraction of a millisecond."""
-MAX_BYTES = 4 * MAX_EXPERT_BYTES
+MAX_BYTES = 4 * MAX_REPORT_BYTES
 """Limit of a request's experts, held until the answer ends."""
 
 

@@ -44,7 +44,7 @@ def mapped_popularity(counts: Mapping[str, int], adapters: Sequence[str], skewne
 
 
 def map_adapters(trace: Trace, adapters: Sequence[str], skewness: int = 1) -> Trace:
-    """The trace with its adapter names mapped to `adapters`.
+    """The trace with adapter names mapped to `adapters`.
 
     Raises ValueError if the trace names no adapter.
     """
@@ -88,10 +88,11 @@ def read_invocations(
 ) -> Invocations:
     """The invocations as arrivals of adapters.  Deterministic.
 
-    2019 counts by minute: arrivals are uniform within the minute.  2021: end_timestamp - duration.
-    request_rate_per_s: thins invocations at random to this mean rate; None: all.
-    duration_s: only the file's first seconds.
-    Raises ValueError as `function_counts`, for a rate above the file's own, and above MAX_INVOCATIONS.
+    2019 counts by minute: uniform within the minute.  2021: end_timestamp - duration.
+
+    request_rate_per_s: thins at random to this mean rate; None: all.  duration_s: only the file's first
+    seconds.  Raises ValueError as `function_counts`, for a rate above the file's own, and above
+    MAX_INVOCATIONS.
     """
     for name, value in (("request_rate", request_rate_per_s), ("duration_s", duration_s)):
         if value is not None:
@@ -110,7 +111,7 @@ def read_invocations(
 
 
 def with_invocations(lengths: Trace, invocations: Invocations) -> Trace:
-    """The invocations' times and adapters with the lengths and texts of `lengths`, repeated."""
+    """The invocations with the lengths and texts of `lengths`, repeated."""
     rows, names = lengths.requests, invocations.adapters
     requests = tuple(
         replace(rows[i % len(rows)], arrival_s=float(arrival_s), adapter=names[index])

@@ -113,7 +113,7 @@ _HALF = 0.5
 
 
 def _ranks(adapters: Sequence[str]) -> tuple[int, ...]:
-    """Rank of each adapter, non-decreasing, over 8, 16, 32, 64, 128; remainders go to the lowest ranks.
+    """Non-decreasing, over 8, 16, 32, 64, 128; remainders go to the lowest ranks.
 
     Source: LoRAServe sections V-E and V-H.
     """
@@ -138,9 +138,9 @@ def _over_ranks(adapters: Sequence[str], shares: Sequence[float], alpha: float =
 
 
 def exponential_ranks(adapters: Sequence[str], decay: float = 1.0) -> Popularity:
-    """Share of the k-th rank ~ exp(-decay · k), the smallest rank first.
+    """Share of the k-th rank ~ exp(-decay · k), the smallest first.
 
-    The decay is not in the paper; 1.0 gives 64, 23, 9, 3 and 1 %.
+    Decay: not in the paper; 1.0 gives 64, 23, 9, 3 and 1 %.
     """
     need(0 <= decay < math.inf, "decay", decay, "a finite number >= 0 (0 is uniform)")
     return _over_ranks(adapters, [math.exp(-decay * place) for place in range(len(LORA_RANKS))])
@@ -166,14 +166,14 @@ def shifting_ranks(adapters: Sequence[str]) -> Shifting:
 def production_ranks(adapters: Sequence[str], *rank_shares: float) -> Popularity:
     """Each rank's share split over its adapters by a power law of alpha = 1.
 
-    rank_shares: one per rank; only in a figure (15) of the paper, so even by default.
+    rank_shares: only in a figure (15) of the paper, so even by default.
     """
     return _over_ranks(adapters, rank_shares or (1.0,) * len(LORA_RANKS), alpha=1.0)
 
 
 USUAL_ZIPF = 1.2  # InfiniLoRA section 6.1
 
-# name: (argument text, argument types, least number of arguments, shape)
+# (argument text, argument types, least number of arguments, shape)
 _Shape = tuple[str, tuple[type, ...], int, Callable[..., Popularity]]
 _SHAPES: dict[str, _Shape] = {
     "uniform": ("", (), 0, uniform),

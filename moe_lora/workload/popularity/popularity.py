@@ -23,7 +23,7 @@ from moe_lora.workload.traces.records import RowReader, need, open_text
 class Popularity:
     """Probability of each adapter; `probabilities` sums to 1.
 
-    Only subclasses change over time.  lora_ranks: in the order of `adapters`; empty if unknown.
+    Only subclasses change over time.  lora_ranks: of `adapters`; empty if unknown.
     """
 
     adapters: tuple[str, ...]
@@ -46,12 +46,12 @@ class Popularity:
         return self
 
     def sample(self, num_requests: int, rng: np.random.Generator) -> list[str]:
-        """Independent draws, one per request."""
+        """Independent draws."""
         drawn = rng.choice(len(self.adapters), size=num_requests, p=np.asarray(self.probabilities))
         return [self.adapters[index] for index in drawn]
 
     def draw(self, time_shares: NDArray[np.float64], rng: np.random.Generator) -> list[str]:
-        """The adapter of each request, by arrival as a share of the whole time."""
+        """The adapter of each request, by arrival as a share of the time."""
         return self.sample(len(time_shares), rng)
 
 
@@ -85,7 +85,7 @@ def uniform(adapters: Sequence[str]) -> Popularity:
 
 
 def read_counts(path: str | Path) -> Popularity:
-    """Popularity in proportion to counts: JSON {"adapter": count} or CSV with header adapter,count.
+    """Popularity by counts: JSON {"adapter": count} or CSV with header adapter,count.
 
     Raises ValueError for a bad count, and if all are 0.
     """

@@ -37,7 +37,7 @@ def normalise(column: str) -> str:
 
 
 def table(lines: TextIO, reader: RowReader) -> tuple[list[str], Iterator[list[str]]]:
-    """The normalised header, and the non-blank rows; sets `reader.line`."""
+    """The normalised header, and non-blank rows; sets `reader.line`."""
     rows = csv.reader(lines)
 
     def checked() -> Iterator[list[str]]:
@@ -55,7 +55,7 @@ def table(lines: TextIO, reader: RowReader) -> tuple[list[str], Iterator[list[st
 
 
 def csv_rows(lines: TextIO, reader: RowReader, columns: tuple[str, ...]) -> Iterator[list[str]]:
-    """The named columns of each row, in that order."""
+    """The named columns of each row."""
     header, rows = table(lines, reader)
     missing = [column for column in columns if normalise(column) not in header]
     if missing:
@@ -157,7 +157,7 @@ def rows_2021(path: str | Path) -> Iterator[tuple[str, float]]:
 
 
 def function_counts(path: str | Path) -> dict[str, int]:
-    """Invocations by function ("app/function"), most invoked first.
+    """Invocations by function ("app/function"), most first.
 
     Raises ValueError for a bad value, and without invocations.
     """
@@ -179,12 +179,12 @@ _OWN_KEYS = ("arrival_s", "prompt_tokens", "output_tokens", "adapter", "prompt",
 
 
 def estimate_tokens(text: str) -> int:
-    """max(words, characters / 4): an estimate without a tokenizer."""
+    """max(words, characters / 4)."""
     return max(len(text.split()), math.ceil(len(text) / CHARS_PER_TOKEN))
 
 
 def json_lines(lines: Iterable[str], reader: RowReader) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file; sets `reader.line`."""
+    """The objects of the lines; sets `reader.line`."""
     for reader.line, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -315,7 +315,7 @@ def _first_turns(item: Any, reader: RowReader, text_key: str, example: str) -> t
 def iter_sharegpt(lines: TextIO, reader: RowReader) -> Requests:
     """[{"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": text}, ...]}, ...].
 
-    The first two turns are prompt and answer; lengths are estimates; no arrival times.
+    The first two turns are prompt and answer; estimated lengths; no arrival times.
     """
     reader.has_arrival_times = False
     for item in _objects(lines, reader):

@@ -24,7 +24,7 @@ def need(allowed: bool, name: str, value: object, range_text: str) -> None:
 
 @contextmanager
 def open_text(path: str | Path, what: str) -> Iterator[TextIO]:
-    """The open file.  Raises ValueError, naming `what`, if unreadable or not UTF-8."""
+    """The open file.  Raises ValueError, naming `what`, unless readable UTF-8."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as lines:
             yield lines
@@ -38,8 +38,7 @@ def open_text(path: str | Path, what: str) -> Iterator[TextIO]:
 class TraceRequest:
     """One request of a trace.
 
-    arrival_s: seconds after the first request of the trace (0.0 without times).
-    prompt_tokens, output_tokens: >= 1.
+    arrival_s: seconds after the first request (0.0 without times).  prompt_tokens, output_tokens: >= 1.
     hash_ids: of the prompt's 512-token blocks (Mooncake); equal ids mean equal tokens.
     """
 
@@ -71,7 +70,7 @@ class Trace:
 
 @dataclass(slots=True)
 class RowReader:
-    """A reader's position in a file; raises errors with the place."""
+    """A position in a file; raises errors with the place."""
 
     path: str
     line: int = 1
@@ -114,7 +113,7 @@ class RowReader:
     def request(
         self, arrival_s: float, prompt_tokens: int, output_tokens: int, **extra: Any
     ) -> TraceRequest | None:
-        """The record; None, counted in `dropped`, for a failed request or an empty prompt."""
+        """None, counted in `dropped`, for a failed request or an empty prompt."""
         if output_tokens == 0:
             self.dropped["no output tokens (failed request)"] += 1
             return None

@@ -108,7 +108,7 @@ def iter_requests(reader: RowReader, format: str | None = None) -> Iterator[Trac
 def iter_trace(
     path: str | Path, format: str | None = None, dropped: Counter[str] | None = None
 ) -> Iterator[TraceRequest]:
-    """Requests of the trace in file order, as a stream; arrival_s counts from the first request.
+    """The trace's requests in file order; arrival_s counts from the first.
 
     format: None detects it.  Raises ValueError for a bad value, with its place, for decreasing times, and for
     no request.

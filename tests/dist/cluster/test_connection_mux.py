@@ -10,11 +10,10 @@ from msgspec import Raw
 
 from moe_lora.core.errors import CapacityError, EngineDeadError
 from moe_lora.core.request import (
-    MAX_EXPERT_BYTES,
+    MAX_REPORT_BYTES,
     GenerateRequest,
     PromptReport,
     SamplingParams,
-    TokenLogprobs,
     TokenOutput,
 )
 from moe_lora.dist.cluster.instance_links import ConnectionMux
@@ -114,7 +113,7 @@ def test_two_lines_may_use_the_same_ids(two):
 
 
 def test_experts_of_prompts_that_end_together_go_in_messages_of_their_own(two):
-    experts = PromptReport(experts=(94, 8, bytes(MAX_EXPERT_BYTES)))
+    experts = PromptReport(experts=(94, 8, bytes(MAX_REPORT_BYTES)))
     for request_id in ("a", "b", "c"):
         two.ask("one", request_id)
     outputs = [
@@ -126,11 +125,11 @@ def test_experts_of_prompts_that_end_together_go_in_messages_of_their_own(two):
     assert max(len(encode(one)) for one in two.heard["one"]) < MAX_FRAME_BYTES
 
 
-ROW = TokenLogprobs(logprob=-0.1, position=1, top=tuple((token, -0.1) for token in range(100)))
+ROW = bytes(1400)
 
 
 def test_reports_that_are_too_large_together_are_sent_apart(two):
-    report = PromptReport(logprobs=(ROW,) * 5)
+    report = PromptReport(scores=(174, ROW * 5))
     two.connection["one"].max_bytes = 8000
     for request_id in ("a", "b", "c"):
         two.ask("one", request_id)
@@ -144,7 +143,7 @@ def test_reports_that_are_too_large_together_are_sent_apart(two):
 
 @pytest.mark.parametrize("reason", [None, "length"])
 def test_report_that_is_too_large_for_a_message_ends_its_request_alone(two, reason):
-    report = PromptReport(logprobs=(ROW,) * 10)
+    report = PromptReport(scores=(174, ROW * 10))
     two.connection["one"].max_bytes = 8000
     two.ask("one", "a")
     two.ask("one", "b")

@@ -163,6 +163,78 @@ def test_adapter_that_could_never_be_ready_is_refused_and_forgotten(leases):
     assert len(leases) == 0
 
 
+@pytest.fixture
+def registered(leases, monkeypatch) -> list[str]:
+    """Adapters that were registered, in order."""
+    found, register = [], leases._leases.register
+
+    def noted(adapter_id: str) -> None:
+        found.append(adapter_id)
+        register(adapter_id)
+
+    monkeypatch.setattr(leases._leases, "register", noted)
+    return found
+
+
+def test_the_engine_waits_for_no_register_of_a_prepared_adapter(leases, registered):
+    prepared = leases.prepare(random_adapter("a", SHAPE))
+    assert registered == ["a"]
+    adapter = AdapterVersion(1, 1, leases.keep(prepared), None)
+    assert registered == ["a"]
+    held(leases, adapter)
+    assert adapter.lease is not None
+    add(leases, "b", 2)
+    assert registered == ["a", "b"], "it was not prepared"
+
+
+def test_an_undone_adapter_is_unregistered_but_for_another_version(leases):
+    known = leases._leases._registered
+    leases.undo_prepare(leases.prepare(random_adapter("a", SHAPE)))
+    until(lambda: known == set())
+    first = add(leases, "a", 1)
+    leases.undo_prepare(leases.prepare(random_adapter("a", SHAPE)))
+    leases.undo_prepare(first.packed)
+    held(leases, first)
+    assert first.lease is not None
+    assert known == {"a"}
+
+
+def test_a_prepared_adapter_stays_registered_while_its_last_version_goes(leases, registered):
+    first = add(leases, "a", 1)
+    prepared = leases.prepare(random_adapter("a", SHAPE))
+    leases.forget(first.packed)
+    second = AdapterVersion(2, 1, leases.keep(prepared), None)
+    held(leases, second)
+    assert second.lease is not None
+    assert registered == ["a", "a"]
+
+
+def test_an_adapter_beyond_the_server_s_memory_is_refused_before_the_engine_has_it(leases):
+    large = random_adapter("large", SHAPE, 500)
+    with pytest.raises(CapacityError, match=r"adapter 'large' of .* can't be served by the LoRA Server"):
+        leases.prepare(large)
+    assert leases._leases._registered == set()
+    with pytest.raises(CapacityError, match="can't be served by the LoRA Server"):
+        leases.keep(large)
+
+
+def test_an_adapter_that_is_prepared_during_a_move_is_known_to_the_next_server(leases, registered):
+    """The move ends while the former server answers."""
+    former, following = leases._leases, []
+
+    class Next:
+        def register(self, adapter_id: str) -> None:
+            following.append(adapter_id)
+
+    def moved(adapter_id: str) -> None:
+        leases._leases = Next()
+
+    former.register = moved
+    leases.prepare(random_adapter("a", SHAPE))
+    leases._leases = former
+    assert following == ["a"]
+
+
 def test_adapter_within_the_budget_waits_for_the_leases_of_others(cluster):
     """It takes most of the budget; small ones were there before."""
     cluster.stop(0)

@@ -19,7 +19,7 @@ import pytest
 from moe_lora.config import LoraServerConfig
 from moe_lora.core.errors import CapacityError, ConfigError, EngineDeadError, LoraServerError
 from moe_lora.core.wrong_files import read_config
-from moe_lora.dist.lora_server.attach import LoraServerClient
+from moe_lora.dist.lora_server.attach import LeaseClient, LoraServerClient
 from moe_lora.dist.lora_server.control import network
 from moe_lora.dist.lora_server.leader import Leader
 from moe_lora.dist.lora_server.messages import AdapterFailed
@@ -222,6 +222,26 @@ def test_adapters_that_change_meanwhile_are_those_of_the_next_server():
         core.add_request(ask("t", adapter="third"))
         found = driven.end()
         assert found["a"] == found["t"]
+        assert core.stats().lora_server_fallback_rows == 0
+
+
+def test_a_move_waits_for_no_register_of_a_late_adapter(monkeypatch):
+    with (
+        servers("EP1-PP1", "EP2-PP1") as (former, following),
+        engine(lora_server=former.config) as core,
+    ):
+        driven, waited = Driven(core), []
+
+        def change() -> None:
+            path = dict(core.rank.config.adapters)["policy"]
+            core.add_adapter(core.read_adapter("third", path), path)
+            monkeypatch.setattr(LeaseClient, "register", lambda client, adapter_id: waited.append(adapter_id))
+
+        core.adapters.remove("policy")
+        driven.move(following, change)
+        core.add_request(ask("t", adapter="third"))
+        assert driven.end()["t"]
+        assert waited == []
         assert core.stats().lora_server_fallback_rows == 0
 
 

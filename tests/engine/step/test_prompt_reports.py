@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from moe_lora import LLM, SamplingParams
-from moe_lora.core.request import NO_TOKEN
+from moe_lora.core.request import NO_TOKEN, TokenLogprobs
 from moe_lora.engine.step import prompt_reports
 from tests.engine.test_oracle import smallest_kv_gb
 from tests.grids import diagonal
@@ -166,6 +167,31 @@ def test_listed_tokens_score_at_each_place_of_the_prompt(scored, tokens_a_step, 
                 assert value == -torch.inf
             else:
                 torch.testing.assert_close(value, expected[start + place, token], **CLOSE)
+
+
+def test_the_caller_makes_the_numbers_of_a_prompt_not_the_engine(served, monkeypatch):  # noqa: F811
+    threads, made = set(), TokenLogprobs.__init__
+
+    def noted(report: TokenLogprobs, *args: Any, **fields: Any) -> None:
+        threads.add(threading.current_thread())
+        made(report, *args, **fields)
+
+    monkeypatch.setattr(TokenLogprobs, "__init__", noted)
+    prompt = max(make_prompts(), key=len)[:40]
+    with LLM(served("llama").model_dir, dtype="float32", eager=True) as llm:
+        [found] = llm.generate([prompt], None, replace(SCORED, prompt_logprobs=-1))
+    assert [len(one.top) for one in found.prompt_logprobs[1:]] == [96] * 39
+    assert threads == {threading.current_thread()}
+
+
+def test_scores_beyond_the_memory_are_refused(served, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(prompt_reports, "MAX_BYTES", 8 * 97 * 4)
+    whole, prompt = replace(SCORED, prompt_logprobs=-1), max(make_prompts(), key=len)
+    with LLM(served("llama").model_dir, dtype="float32", eager=True) as llm:
+        with pytest.raises(ValueError, match="prompt_logprobs has 3880 bytes, more than 3104; shorten"):
+            llm.generate([prompt[:6]], None, whole)
+        [found] = llm.generate([prompt[:5]], None, whole)
+    assert len(found.prompt_logprobs) == 5
 
 
 @pytest.mark.parametrize("value", [-2, 21])

@@ -7,13 +7,13 @@ import asyncio
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from moe_lora import LLM, SamplingParams
-from moe_lora.core.request import GenerateRequest, PromptReport, TokenLogprobs
+from moe_lora.core.request import GenerateRequest, PromptReport
 from moe_lora.engine.sequence import Sequence
 from moe_lora.engine.step.routed_experts import ExpertRecord
 from moe_lora.engine.step.sampler import HostCopy
@@ -85,20 +85,20 @@ def test_a_prompts_report_comes_beside_its_experts(served):  # noqa: F811
 class OneScore:
     """Scores of one row."""
 
-    entries = (TokenLogprobs(-1.0, 1),)
+    rows: ClassVar[dict[int, bytes]] = {0: b"onescore"}
 
 
 def test_a_prompts_report_keeps_nothing_for_the_answer():
     sampling = replace(NOTED, prompt_logprobs=0, hidden_state=True)
     request = GenerateRequest(request_id="one", prompt_token_ids=(5, 9), sampling=sampling)
-    record, scores, hidden = ExpertRecord(request), OneScore(), HostCopy(torch.zeros(4))
-    record.add(0, scores, 0)
+    record, scores, hidden = ExpertRecord(request, 128), OneScore(), HostCopy(torch.zeros(4))
+    record.add(0, scores, None, 0)
     record.hidden = hidden
     record.add_experts(0, 2, HostCopy(torch.ones(2, 3, 1, dtype=torch.int16)), 0)
     sequence = Sequence(request, None, arrival_s=0.0, limit_tokens=8, seed=None)
     sequence.append(7, 0.0, ())
     report, kept = record.report(sequence), [weakref.ref(one) for one in (scores, hidden)]
-    assert report == PromptReport(OneScore.entries, bytes(16), experts=(3, 1, b"\1\0" * 6))
+    assert report == PromptReport((0, b"onescore"), bytes(16), experts=(3, 1, b"\1\0" * 6))
     del scores, hidden
     assert [one() for one in kept] == [None, None]
 
@@ -130,7 +130,7 @@ def test_a_dense_model_has_no_experts(served):  # noqa: F811
 
 
 def test_a_prompt_with_more_experts_than_a_message_carries_is_refused(served, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("moe_lora.engine.step.routed_experts.MAX_EXPERT_BYTES", 23)
+    monkeypatch.setattr("moe_lora.engine.step.routed_experts.MAX_REPORT_BYTES", 23)
     with LLM(served("qwen3_moe").model_dir, dtype="float32", eager=True) as llm:
         [report] = llm.generate([[5, 9]], None, NOTED)
         assert report.routed_experts.shape[1:] == (2, 2)

@@ -6,6 +6,7 @@ import torch
 
 from moe_lora.core.request import GenerateRequest, SamplingParams
 from moe_lora.engine.sequence import Sequence
+from moe_lora.engine.step import sampler
 from moe_lora.engine.step.sampler import sample, truncated_probabilities
 
 EOS = (3,)
@@ -43,6 +44,27 @@ def test_equal_tokens_are_reported_alike_whatever_others_ask_for():
     _, [alone] = sampled(logits[:1], [few], EOS)
     _, [beside, _] = sampled(logits, [few, many], EOS)
     assert alone == beside
+
+
+def test_the_whole_vocabulary_of_one_row_is_of_no_other_row(monkeypatch):
+    seen, copied, topk = [], [], torch.Tensor.topk
+
+    def noted(values: torch.Tensor, num: int) -> object:
+        seen.append((*values.shape, num))
+        return topk(values, num)
+
+    class Copy(sampler.HostCopy):
+        def __init__(self, tensor: torch.Tensor) -> None:
+            copied.append(tensor.nbytes)
+            super().__init__(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "topk", noted)
+    monkeypatch.setattr(sampler, "HostCopy", Copy)
+    rows = [sequence(temperature=0.0, logprobs=-1 if row == 3 else row % 2) for row in range(8)]
+    _, found = sampled(torch.randn(8, 1000), rows, EOS)
+    assert [len(one.top) for one in found] == [0, 1, 0, 1000, 0, 1, 0, 1]
+    assert sorted(seen) == [(1, 1000, 1000), (3, 1000, 1), (4, 1000, 0)]
+    assert sum(copied) < 10 * 1000
 
 
 def test_settings_beyond_the_vocabulary_mean_all_of_it():

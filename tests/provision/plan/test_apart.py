@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +13,18 @@ import pytest
 
 from moe_lora.cli.provision_result import plan_lines, plan_yaml, verified
 from moe_lora.config.cluster import read_cluster
+from moe_lora.core.errors import SloError
 from moe_lora.provision.device_profile import read_profile, with_rates
-from moe_lora.provision.plan import verify
-from moe_lora.provision.plan.checked import place_of
+from moe_lora.provision.plan import compared, verify
+from moe_lora.provision.plan.checked import place_of, searched_loads
 from moe_lora.provision.plan.cluster_size import Cluster
-from moe_lora.provision.plan.compared import checked_plan, with_apart
-from moe_lora.provision.plan.coupled import Apart
+from moe_lora.provision.plan.compared import CoupledSearch, checked_plan, coupled_plan, with_apart
+from moe_lora.provision.plan.coupled import Apart, LargerSteps
 from moe_lora.provision.plan.inputs import PlanInputs, SizedCluster
+from moe_lora.provision.plan.memory import miss_share
 from moe_lora.provision.plan.plan import Plan
-from moe_lora.provision.plan.verify import system_of
+from moe_lora.provision.plan.verify import Replay, system_of
+from moe_lora.workload.traces.records import Trace, TraceRequest
 
 from .plans import zipf
 from .test_bound import load_inputs, trace_of
@@ -66,7 +70,10 @@ def test_tight_steps_are_cheaper_apart(apart: Plan) -> None:
     assert apart.apart.startswith(f"apart: {apart.prefill_instances} of {apart.instances} instances")
     assert "together takes" in apart.apart or "together is refused" in apart.apart
     assert "a prompt token takes" in apart.apart
-    assert "Prompts apart" in "\n".join(plan_lines(apart))
+    text = "\n".join(plan_lines(apart))
+    assert "Prompts apart" in text
+    assert f" {apart.instances - apart.prefill_instances} of 1 GPU, " in text
+    assert f" requests each; {apart.prefill_instances} for prompts" in text
     assert "moves of KV between instances" in apart.never_ran
 
 
@@ -77,22 +84,160 @@ def test_looser_steps_stay_together_with_numbers_of_both(together: Plan) -> None
 
 
 def test_a_given_number_is_divided_if_it_holds_only_apart(apart: Plan, together: Plan) -> None:
-    same = with_apart(Cluster(given(instances=apart.instances)), LONG, None)
+    same, why = with_apart(Cluster(given(instances=apart.instances)), LONG, None)
     assert same is not None
     assert (same.instances, same.prefill_instances) == (apart.instances, apart.prefill_instances)
-    assert "together is refused" in same.apart
-    kept = with_apart(Cluster(given(gpus=together.instances, slo_tpot_s=0.025)), LONG, together)
+    assert "together is refused" in why
+    kept, why = with_apart(Cluster(given(gpus=together.instances, slo_tpot_s=0.025)), LONG, together)
     assert kept is not None
     assert kept.prefill_instances == 0
-    assert kept.apart == together.apart
+    assert why == together.apart
 
 
-def test_larger_steps_of_undivided_instances_go_before_a_division() -> None:
-    sizing = Apart(Cluster(given()))
-    first, *others = sizing.places(8)
-    assert (first.prefill_instances, first.full_steps) == (0, True)
-    assert [one.prefill_instances for one in others] == [3, 4, 5]
-    assert not [one for one in sizing.places(2) if not one.prefill_instances]
+def test_larger_steps_of_undivided_instances_go_before_a_division(apart: Plan) -> None:
+    cluster = Cluster(given())
+    larger, divided = LargerSteps(cluster), Apart(cluster)
+    assert [one.step_tokens for one in larger.places(8)] == [512, 1024, 2048, larger.full_step]
+    assert not any(one.prefill_instances for one in larger.places(8))
+    assert not larger.places(2)
+    assert [one.prefill_instances for one in divided.places(8)] == [3, 4, 5, 6, 7]
+    assert [one.prefill_instances for one in divided.places(40)] == [*range(3, 15)]
+    assert "with steps of up to 512 prompt tokens (with steps within the TPOT SLO it takes" in apart.apart
+
+
+def test_larger_steps_need_no_rate_between_instances() -> None:
+    load = {"load_bytes_per_s": 5e10}
+    inputs = given(profile=with_rates(read_profile("h200"), load), assumed=load)
+    plan, why = with_apart(Cluster(inputs), LONG, None)
+    assert plan is not None
+    assert (plan.prefill_instances, plan.full_steps, plan.max_num_batched_tokens) == (0, True, 512)
+    assert why.startswith(
+        "together, with steps of up to 512 prompt tokens (with steps within the TPOT SLO it is"
+    )
+    assert "not compared: profile 'h200' has no net_bytes_per_s" in why
+    assert place_of(plan).step_tokens == 512
+
+
+def replayed_as(ttft_s: float, tpot_s: float, arrivals: str = "poisson", stopped: bool = False) -> Replay:
+    share = {"admitted_at_once": 1.0, "waited_for_adapter": 0.0, "waited_for_room": 0.0}
+    times = {"p95_ttft_s": ttft_s, "p95_decode_ttft_s": ttft_s, "mean_tpot_s": tpot_s}
+    return Replay(arrivals=arrivals, num_requests=9, loads_per_s=0.0, stopped=stopped, **share, **times)
+
+
+class Falling(CoupledSearch):
+    """Only `number` instances for prompts hold; fewer miss TTFT, more miss TPOT."""
+
+    def __init__(self, cluster: Cluster, number: int | None, slow_from: int) -> None:
+        super().__init__(cluster, lambda _: (), Apart(cluster))
+        self._number, self._slow_from = number, slow_from
+
+    def replayed(self, place: SizedCluster) -> list[Replay]:
+        number = place.prefill_instances
+        late, slow = number < (self._number or self._slow_from), number >= self._slow_from
+        self._found[place] = [replayed_as(8.0 - number / 10 if late else 1.0, 0.03 if slow else 0.018)]
+        return self._found[place]
+
+
+@pytest.mark.parametrize("number", range(3, 15))
+def test_every_number_of_instances_for_prompts_is_found(number: int) -> None:
+    found = Falling(Cluster(given()), number, number + 1).holding(40)
+    assert found is not None
+    assert found.prefill_instances == number
+
+
+def test_without_a_number_that_holds_the_nearest_is_named() -> None:
+    cluster = Cluster(given())
+    search = Falling(cluster, None, 9)
+    assert search.holding(40) is None
+    tried = [one for one in Apart(cluster).places(40) if one in search._found]
+    assert {one.prefill_instances for one in tried} >= {8, 9}
+    # TPOT is missed by 54 %; TTFT by 80 %, with 8 instances.
+    assert search.nearest(tried).prefill_instances >= 9
+
+
+def test_slow_answers_end_the_search_of_instances_for_prompts() -> None:
+    search = Falling(Cluster(given()), None, 3)
+    assert search.holding(40) is None
+    assert [one.prefill_instances for one in search._found] == [3]
+
+
+def test_a_burst_of_prompts_gets_more_instances() -> None:
+    requests = tuple(
+        TraceRequest(
+            number // 40 * 2.0 + number % 40 * 0.001, 2000 + number % 2 * 1000, 200 - number % 2 * 100
+        )
+        for number in range(200)
+    )
+    bursts = Trace(path="bursts", format="jsonl", requests=requests)
+    cluster = Cluster(given(slo_ttft_s=0.4))
+    search = CoupledSearch(
+        cluster, lambda rate_per_s: searched_loads(cluster.inputs, rate_per_s, bursts), Apart(cluster)
+    )
+    place = search.holding(16)
+    assert place is not None
+    assert place.prefill_instances > math.ceil(Apart(cluster).prompts_share(1) / 0.95) + 2
+
+
+def test_a_division_of_more_than_64_instances_is_found_by_the_models() -> None:
+    cluster = Cluster(given(rate_per_s=600.0, slo_ttft_s=0.25))
+    assert CoupledSearch(cluster, lambda _: (), Apart(cluster)).fewest() > 64
+
+
+def test_both_numbers_are_of_the_same_arrivals(together: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = [replayed_as(9.0, 0.02, "scaled", stopped=True)]
+    monkeypatch.setattr(
+        CoupledSearch, "replayed", lambda search, place: search._found.setdefault(place, stopped)
+    )
+    plan = replace(together, checked=(replayed_as(1.0, 0.021, "scaled"), replayed_as(3.0, 0.024)))
+    _, why = with_apart(Cluster(given(gpus=4, slo_tpot_s=0.025)), LONG, plan)
+    assert (
+        "together: P95 TTFT 1000 ms, TPOT 21.0 ms; with 3 of 4 instances for prompts P95 TTFT 9000 ms" in why
+    )
+    assert "(both with the trace's arrivals scaled to the plan's rate), which does not hold: P95 TTFT " in why
+
+
+def test_a_refusal_says_why_no_division_holds() -> None:
+    with pytest.raises(SloError, match=r"Nor with prompts apart: 2 coupled .* Nor does a LoRA Server: "):
+        checked_plan(given(instances=2), LONG)
+
+
+def test_a_lora_server_says_that_no_division_is_sized_beside_it(
+    together: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = replace(together, kind="lora_server")
+    monkeypatch.setattr(compared, "_coupled", lambda *_: (together, None))
+    monkeypatch.setattr(compared, "with_apart", lambda *_: (together, "together: as it is"))
+    monkeypatch.setattr(compared, "_cheaper", lambda *_: server)
+    said = checked_plan(given(), LONG).apart
+    assert said == "not sized beside a LoRA Server; without one together: as it is"
+
+
+def test_a_global_batch_is_named_as_the_cause(together: Plan) -> None:
+    plan, why = with_apart(Cluster(given(global_batch=30)), LONG, together)
+    assert plan is together
+    assert why == "not compared: --global-batch states no rate of prompts"
+
+
+def test_both_sides_of_a_division_load_adapters() -> None:
+    cluster = Cluster(given(probabilities=zipf(40, 1.0)))
+    place = next(one for one in Apart(cluster).places(9) if one.prefill_instances == 3)
+    plan = coupled_plan(cluster, place)
+    misses = miss_share(cluster.inputs.probabilities, place.slots)
+    assert misses > 0.05
+    assert plan.loads_per_s == pytest.approx(2 * 30.0 * misses, rel=0.02)
+    load_s = cluster.inputs.coupled_adapter_bytes / 5e10
+    assert plan.loading_share == pytest.approx(30.0 * misses / 3 * load_s, rel=0.02)
+
+
+def test_a_full_step_is_the_smallest_near_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(given())
+    step, token_s = LargerSteps(cluster).full_step, cluster.token_s
+    assert token_s(None, step - 64) > 1.05 * token_s(None, 8192)
+    # 20 us and 2048 us a step: 20.25 us at 8192 tokens, 5 % more are 21.2625 us, from 1622.2 tokens on.
+    monkeypatch.setattr(cluster, "token_s", lambda ep, tokens: 20e-6 + 2048e-6 / tokens)
+    sizing = LargerSteps(cluster)
+    assert sizing.full_step == 1664
+    assert sizing.prompts_share(4, 1024) == pytest.approx(30 * 2500 * 22e-6 / 4)
 
 
 def test_the_file_names_the_instances_for_prompts(apart: Plan, together: Plan, tmp_path: Path) -> None:
@@ -134,10 +279,10 @@ def test_models_of_the_division_follow_by_hand() -> None:
     token_s = Cluster(inputs).token_s(None, sizing.full_step)
     assert sizing.prompts_share(2) == pytest.approx(30 * 2500 * token_s / 2)
     assert token_s <= 1.05 * Cluster(inputs).token_s(None, 8192)
-    for place in sizing.places(6):
-        assert place.full_steps
+    for place in (*LargerSteps(Cluster(inputs)).places(6), *sizing.places(6)):
+        assert place.step_tokens
         assert place.num_decoding == 6 - place.prefill_instances
-        needed = sizing.prompts_share(place.prefill_instances or 6)
+        needed = sizing.prompts_share(place.prefill_instances or 6, place.step_tokens)
         assert needed <= 1 or place.prefill_instances == 0
         assert sizing.nearness(place) >= needed
 
@@ -160,6 +305,6 @@ def test_a_division_without_a_comparison_says_why(changes: dict[str, Any], why: 
 
 
 def test_a_cluster_says_its_division() -> None:
-    place = SizedCluster(None, 5, 3, prefill_instances=2, full_steps=True)
+    place = SizedCluster(None, 5, 3, prefill_instances=2, step_tokens=2496)
     assert str(place) == "5 instances (2 for prompts) and 3 adapters beside the weights"
     assert replace(place, prefill_instances=0).num_decoding == 5
