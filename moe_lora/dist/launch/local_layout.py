@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
 _RETURN_S = 30.0
-"""Limit for instances to answer that they use the former ranks."""
+"""Limit for instances to use the former ranks again; then they start again."""
 _numbers = itertools.count(1)
 
 
@@ -70,9 +70,9 @@ class ControlledInstances:
     def kill(self, name: str) -> None:
         self.roles.kill(name)
 
-    async def move(self, name: str, address: str, layout: str, limit_s: float) -> None:
+    async def move(self, name: str, server: LoraServerConfig, limit_s: float) -> None:
         [instance] = (one for one in self.registry.live if one.name == name)
-        await instance.client.call("join_lora_server", address, layout, limit_s)
+        await instance.client.call("join_lora_server", server.address, server.layout, limit_s)
 
 
 class LayoutChange:
@@ -97,20 +97,17 @@ class LayoutChange:
         if server.layout == _server_of(former.cluster).layout:
             return _server_of(former.cluster).address
         began_s = current_time()
-        following = await self._started(cluster, limit_s)
-        try:
-            before = self._write(cluster)
-        except BaseException:
-            await self._end(following)
-            raise
+        following, before = await self._started(cluster, limit_s)
         moving = dict(self._instances.running)  # later processes read the file
         logger.info("ranks of %s are ready after %.1f s", server.layout, current_time() - began_s)
         await self._move_all(moving, server, began_s + limit_s)
         if (left := self._left(moving)) and all(name in left for name in self._instances.serving):
             self._write(before)
-            for name in self._instances.running.keys() - left:
-                self._instances.kill(name)  # its file named ranks that end
-            await self._return({name: moving[name] for name in left if name in self._unanswered}, former)
+            later = self._instances.running.keys() - left  # read the file with ranks that end
+            silent = {name: moving[name] for name in left if name in self._unanswered}
+            await self._move_all(silent, _server_of(former.cluster), current_time() + _RETURN_S)
+            for name in (*later, *self._left(silent)):
+                self._instances.kill(name)
             await self._end(following)
             raise self._refusal or LoraServerError(
                 f"no instance moved to {server.layout} within limit_s={limit_s:g}, and the former layout "
@@ -138,8 +135,8 @@ class LayoutChange:
         devices = _without_server(now.devices, layout.num_ranks)
         return placed(replace(now, lora_server=server, devices=devices))
 
-    async def _started(self, cluster: ClusterConfig, limit_s: float) -> Generation:
-        """Ranks of the cluster, ready."""
+    async def _started(self, cluster: ClusterConfig, limit_s: float) -> tuple[Generation, ClusterConfig]:
+        """Ranks of the cluster, ready, and the former content of the instances' file."""
         own, files = self._own, ExitStack()
         file = files.enter_context(cluster_file(replace(cluster, scaling=None)))
         server = _server_of(cluster)
@@ -150,6 +147,7 @@ class LayoutChange:
             with fail_after(limit_s):
                 await asyncio.gather(*(own.ranks.add(role) for role in ranks))
             files.enter_context(passed_on(own.passes_on, file, own.ranks))
+            return generation, self._write(cluster)
         except BaseException as error:
             await self._end(generation)
             if isinstance(error, TimeoutError):
@@ -158,7 +156,6 @@ class LayoutChange:
                     "layout stays; the log says why, or give a longer limit_s"
                 ) from None
             raise
-        return generation
 
     async def _end(self, generation: Generation) -> None:
         await asyncio.gather(*(self._own.ranks.remove(role.name) for role in generation.roles))
@@ -181,8 +178,7 @@ class LayoutChange:
             if name in self._instances.serving:
                 try:
                     self._unanswered.add(name)
-                    limit_s = end_s - current_time()
-                    await self._instances.move(name, server.address, server.layout, limit_s)
+                    await self._instances.move(name, server, end_s - current_time())
                     del moving[name]
                 except Exception as error:
                     if not isinstance(error, EngineDeadError | ConnectionError):
@@ -193,12 +189,6 @@ class LayoutChange:
                         self._refusal = error
                         return
             await asyncio.sleep(_LOOK_S)
-
-    async def _return(self, moved: dict[str, int], former: Generation) -> None:
-        """Have instances use the former ranks; an instance without an answer starts again."""
-        await self._move_all(moved, _server_of(former.cluster), current_time() + _RETURN_S)
-        for name in self._left(moved):
-            self._instances.kill(name)
 
     def _left(self, moving: dict[str, int]) -> list[str]:
         """Instances with a process of the former server."""
@@ -253,11 +243,11 @@ class LayoutKeeper(LinkEnd):
     def kill(self, name: str) -> None:
         self.roles.kill(name)
 
-    async def move(self, name: str, address: str, layout: str, limit_s: float) -> None:
+    async def move(self, name: str, server: LoraServerConfig, limit_s: float) -> None:
         """Through the controller.  Raises ControllerAwayError, or PeerEndedError."""
         if self.peer is None:
             raise ControllerAwayError("the controller is away")
-        await self.peer.call("move_instance", name, address, layout, limit_s)
+        await self.peer.call("move_instance", name, server.address, server.layout, limit_s)
 
     @verb
     async def change_layout(self, layout: str, capacity: int, limit_s: float) -> str:
@@ -267,14 +257,11 @@ class LayoutKeeper(LinkEnd):
         finally:
             logger.info("the change ends: the LoRA Server is %s", self._server.layout)
             if self.peer is not None:  # the controller may be the next one
-                self._send_server(self.peer)
+                self.peer.call("use_lora_server", self._server.address, self._changing.locked())
 
     async def _welcome(self, peer: Peer, caller: Dialler) -> None:
-        self._send_server(peer)
-        await self.serve(peer)
-
-    def _send_server(self, peer: Peer) -> None:
         peer.call("use_lora_server", self._server.address, self._changing.locked())
+        await self.serve(peer)
 
     @property
     def _server(self) -> LoraServerConfig:

@@ -300,7 +300,6 @@ def _is_final(error: Exception) -> bool:
 
 
 CONNECT_TIMEOUT_S = 120.0
-CPU = torch.device("cpu")
 logger = logging.getLogger(__name__)
 _SLICE_S = 0.05
 _LOOK_S = 0.2
@@ -426,7 +425,6 @@ class LoraServerClient:
         *,
         client_rank: int = 0,
         client_ranks: int = 1,
-        device: torch.device = CPU,
         limit_s: float = math.inf,
     ) -> None:
         self.pushed: PushedBackend | None = None
@@ -459,10 +457,9 @@ class LoraServerClient:
             raise
         division = ServerPartition(partition, client_rank)
         self.backend = RemoteBackend(shape, Source.LEASED, division, self.links, layout, self.store)
-        if server.device_puts != "none":
-            self._meet_devices(shape, dtype, device)
 
-    def _meet_devices(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+    def meet_devices(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+        """Have this device put rows to the server's devices, if all of them meet."""
         server = self._server
         leader = server.address, self._keys, self._hello, CONNECT_TIMEOUT_S
         try:

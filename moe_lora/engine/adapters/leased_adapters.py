@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from moe_lora.engine.ranks.server_move import FollowersMove
 
 logger = logging.getLogger(__name__)
+Waits: TypeAlias = Generator[Future[Any], Any, None]
 
 GRANTS_S = 10.0
 """Limit for registers and leases before a move; rows without a lease are computed here."""
@@ -192,39 +193,31 @@ class LeasedAdapters(AdapterStore):
         self._take()
         return former
 
-    def move(
-        self, core: EngineCore, address: str, layout: str, limit_s: float
-    ) -> Generator[Future[Any], Any, None]:
+    def move(self, core: EngineCore, address: str, layout: str, limit_s: float) -> Waits:
         """Reach another server, wait for leases there, then move all ranks; requests go on meanwhile.
 
-        A second call waits for a move to the same address.  Raises LoraServerError if a rank does not reach
-        the server within limit_s, or beside a move to another; CapacityError for a refused adapter; then
-        nothing has changed.
+        A second call for the same address waits first.  Raises LoraServerError if a rank does not reach the
+        server within limit_s, or beside a move to another; CapacityError for a refused adapter; then nothing
+        has changed.
         """
-        if self._moving is not None:
-            there, moved = self._moving
+        while self._moving is not None:
+            there, ended = self._moving
             if there != address:
                 raise LoraServerError(f"this instance is about to move to the LoRA Server at {there}")
-            (yield moved).result()
-            return
+            yield ended
         assert core.rank.config.lora_server is not None
         server = replace(core.rank.config.lora_server, address=address, layout=layout)
         if core.rank.config.lora_server.address == address:
             return
-        moved = Future()
-        self._moving = address, moved
+        ended = Future()
+        self._moving = address, ended
         try:
             yield from self._move(core, server, limit_s)
-        except Exception as error:
-            moved.set_exception(error)
-            raise
         finally:
             self._moving = None
-        moved.set_result(None)
+            ended.set_result(None)
 
-    def _move(
-        self, core: EngineCore, server: LoraServerConfig, limit_s: float
-    ) -> Generator[Future[Any], Any, None]:
+    def _move(self, core: EngineCore, server: LoraServerConfig, limit_s: float) -> Waits:
         rank, end_s, undo = core.rank, time.monotonic() + limit_s, ExitStack()
         others = _followers_move(core, server, limit_s)
         try:
@@ -280,11 +273,7 @@ def _followers_move(core: EngineCore, server: LoraServerConfig, limit_s: float) 
 
 
 def _reached(
-    rank: Rank,
-    leased: LeasedAdapters,
-    server: LoraServerConfig,
-    others: FollowersMove | None,
-    end_s: float,
+    rank: Rank, leased: LeasedAdapters, server: LoraServerConfig, others: FollowersMove | None, end_s: float
 ) -> tuple[LoraServerClient, LeaseClient, float]:
     """Connection and leases, and the end of the wait for leases."""
     client = rank.reach(server, end_s - time.monotonic())

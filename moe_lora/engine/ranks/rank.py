@@ -104,16 +104,18 @@ class Rank:
             return None
         from moe_lora.dist.lora_server.attach import LoraServerClient
 
-        return LoraServerClient(
+        client = LoraServerClient(
             server,
             self.shape,
             self.dtype,
             config.instance,
             client_rank=self.dist_rank,
             client_ranks=config.expert_parallel,
-            device=self.device,
             limit_s=limit_s,
         )
+        if server.device_puts != "none":
+            client.meet_devices(self.shape, self.dtype, self.device)
+        return client
 
     def move_to(self, server: LoraServerConfig, reached: LoraServerClient) -> LoraServerClient:
         """Send rows to another LoRA Server, between steps; returns the former connection."""

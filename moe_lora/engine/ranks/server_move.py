@@ -45,20 +45,17 @@ class FollowersMove:
 
     def wait(self) -> None:
         """Wait until the followers are connected, in any thread.  Raises LoraServerError."""
-        missing = dict.fromkeys(range(1, self._followers.num_followers + 1))
+        missing = set(range(1, self._followers.num_followers + 1))
         while missing:
             is_over = self._followers.closed or time.monotonic() >= self._end_s
-            for dist_rank in tuple(missing):
-                report, problem = _report(self._followers.directory, self._number, dist_rank), ""
-                if report.exists():
-                    problem = report.read_text()
-                    del missing[dist_rank]
-                elif is_over:
-                    problem = f"no connection within {self._limit_s:g} s"
-                if problem:
-                    raise LoraServerError(
-                        f"rank {dist_rank} of this instance does not reach the next LoRA Server: {problem}"
-                    )
+            for dist_rank in sorted(missing):
+                report = _report(self._followers.directory, self._number, dist_rank)
+                if (is_there := report.exists()) or is_over:
+                    problem = report.read_text() if is_there else f"no connection within {self._limit_s:g} s"
+                    if problem:
+                        what = f"rank {dist_rank} of this instance does not reach the next LoRA Server"
+                        raise LoraServerError(f"{what}: {problem}")
+                    missing.remove(dist_rank)
             time.sleep(_LOOK_S)
 
     def move(self) -> None:

@@ -461,7 +461,8 @@ def test_a_second_call_waits_for_the_move_under_way_and_another_address_is_refus
         with problem:
             driven.end_move(second, waited)
         assert core.rank.config.lora_server == (following if succeeds else former).config
-        assert reached == [following.config.address]
+        assert set(reached) == {following.config.address}
+        assert len(reached) == (1 if succeeds else 2), "a failed move is tried again"
         driven.move(former)
         assert core.rank.config.lora_server.address == former.config.address
 
