@@ -12,18 +12,29 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeVar
 
 from .host import processor_limit
+
+T = TypeVar("T")
 
 STOP_TIMEOUT_S = 10.0
 _SPIN_COUNT = "10000"
 """For libgomp; a spin takes 5 to 20 ns."""
+
+
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """Work in a short thread: a lasting thread would keep OpenMP's workers from the steps."""
+    thread = ThreadPoolExecutor(1, "short")
+    done = thread.submit(work)
+    thread.shutdown(wait=False)
+    return done
 
 
 def usable_core_numbers() -> list[int]:
@@ -42,8 +53,7 @@ def allowed_core_numbers() -> list[int]:
         os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
         return usable_core_numbers()
 
-    with ThreadPoolExecutor(1) as own_thread:
-        return own_thread.submit(widen).result()
+    return in_thread(widen).result()
 
 
 def usable_cores() -> int:
@@ -195,8 +205,7 @@ def _may_lower() -> bool:
             os.setpriority(os.PRIO_PROCESS, thread, nice)
 
     try:
-        with ThreadPoolExecutor(1) as own_thread:
-            own_thread.submit(lower).result()
+        in_thread(lower).result()
     except OSError:
         return False
     return True

@@ -6,11 +6,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from moe_lora.core.errors import BusyError, ConfigError
+from moe_lora.core.processes import in_thread
 from moe_lora.engine.ranks.followers import MemoryOrder, MemoryStep
 
 from .client.messages import Entry, PauseMode, SleepOrder, SleepPart
@@ -112,7 +112,6 @@ class Sleep:
             )
 
     def _on_all_ranks(self, order: MemoryOrder) -> Steps[None]:
-        """In a short thread: a lasting thread would keep OpenMP's workers from the steps."""
         rank, transfers = self._core.rank, self._core.transfers
         answering = ExitStack()
         answering.enter_context(transfers.followers.answering(order))
@@ -121,12 +120,9 @@ class Sleep:
             with answering:
                 order.carry_out(rank)
 
-        thread = ThreadPoolExecutor(1, "sleep")
         transfers.held = True
         try:
-            done = thread.submit(work)
-            thread.shutdown(wait=False)
-            (yield done).result()
+            (yield in_thread(work)).result()
         finally:
             transfers.held = False
 

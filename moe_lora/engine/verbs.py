@@ -168,12 +168,12 @@ class EngineVerbs:
         self._core.adapters.clear_history(lambda name: True)
 
     @verb
-    def join_lora_server(self, address: str, layout: str) -> Steps[None]:
-        """Move to another LoRA Server with the same store.  Raises LoraServerError for an absent one."""
+    def join_lora_server(self, address: str, layout: str, limit_s: float) -> Steps[None]:
+        """As `LeasedAdapters.move`."""
         leased = self._core.adapters.leases
         if leased is None:
             raise ConfigError("this instance has no LoRA Server to move from; start it with lora_server")
-        yield from leased.move(self._core, self._files, address, layout)
+        yield from leased.move(self._core, address, layout, limit_s)
 
     def delay_asleep(self, command: Generate, arrival_s: float) -> bool:
         """Delay a request from before a sleep; False while awake."""

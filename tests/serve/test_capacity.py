@@ -386,6 +386,25 @@ def test_a_layout_is_changed_by_the_keeper_alone(watched, controller, paper, mon
     assert "the LoRA Server is EP4-PP1, but after" in lacking.json()["error"]["message"]
 
 
+def test_nothing_else_changes_while_the_keeper_changes_the_layout_for_a_former_controller(
+    watched, controller, paper, monkeypatch
+):
+    async def relayout(*words) -> str:
+        raise AssertionError(words)
+
+    monkeypatch.setattr(capacity_controller, "LoraServerAdmin", lambda address, keys: paper)
+    controller.relayout = relayout
+    controller.use_lora_server("/former", True)
+    for change, body in (("capacity", {"capacity": 5}), ("restart", {}), ("layout?layout=EP4-PP1", {})):
+        refused = watched.post(f"/v1/lora_server/{change}", body)
+        assert refused.status_code == 503
+        assert "the LoRA Server's layout is changing" in refused.json()["error"]["message"]
+    assert (paper.current, paper.restarted) == (STATE, [])
+    controller.use_lora_server("/next", False)
+    assert watched.post("/v1/lora_server/capacity", {"capacity": 5}).status_code == 200
+    assert paper.current.capacity == 5
+
+
 def test_no_rank_is_ended_while_another_is_away(controller, paper, monkeypatch):
     monkeypatch.setattr(capacity_controller, "LOOK_S", 0.01)
     for lacking in ({"ranks": (1, 0)}, {"unlinked": (1, 0)}):

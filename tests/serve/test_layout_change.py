@@ -195,8 +195,7 @@ def test_kills_in_the_middle_of_changes_cost_no_request(tmp_path, right):
 
 
 async def until_log_goes_on(server: DemoServer, when: str) -> None:
-    said = len(server.log.read_text())
-    await until(lambda: re.search(when, server.log.read_text()[said:]) is not None, when)
+    await until_said(server, len(server.log.read_text()), when)
 
 
 @pytest.mark.slow
@@ -251,6 +250,45 @@ def test_a_change_goes_on_after_the_end_of_the_controller(tmp_path, right):
 
     with serving(tmp_path, "EP2-PP1", *FRONT_ENDS, "--instances", "2") as server:
         asyncio.run(play(server))
+
+
+@pytest.mark.slow
+def test_no_instance_is_left_at_ended_ranks_after_a_kill_of_the_controller_while_instances_move(
+    tmp_path, right
+):
+    """Twice with a limit that may end the change in the middle of the moves, then with a long one."""
+
+    async def play(server: DemoServer) -> None:
+        async with requests(server.url, right) as http:
+            for layout in ("EP4-PP1", "EP2-PP1"):
+                await change(http, layout)
+            starts_s = map(float, re.findall(r"are ready after ([\d.]+)", server.log.read_text()))
+            short_s, former = max(starts_s) + 2, "EP2-PP1"
+            for limit_s in (short_s, short_s, PATIENCE_S):
+                layout = {"EP2-PP1": "EP4-PP1", "EP4-PP1": "EP2-PP1"}[former]
+                where = f"/v1/lora_server/layout?layout={layout}&limit_s={limit_s}"
+                said = len(server.log.read_text())
+                changed = asyncio.create_task(http.post(where))
+                await until_said(server, said, rf"ranks of {layout} are ready|the change ends")
+                [*_, controller] = re.findall(r"controller started \(process (\d+)\)", server.log.read_text())
+                os.kill(int(controller), signal.SIGKILL)
+                await changed
+                former = await until_said(server, said, r"the change ends: the LoRA Server is (\S+)")
+                await check_all_is_remote(http, server, right)
+                assert len(server.lora_server_pids()) == Layout.parse(former).num_ranks
+
+    with serving(tmp_path, "EP2-PP1", *FRONT_ENDS, *EXPERTS, "--instances", "2") as server:
+        asyncio.run(play(server))
+
+
+async def until_said(server: DemoServer, said: int, what: str) -> str:
+    """The last group of `what` in the log after `said` characters."""
+
+    def found() -> re.Match[str] | None:
+        return re.search(what, server.log.read_text()[said:])
+
+    await until(lambda: found() is not None, what)
+    return found()[found().re.groups]
 
 
 async def state_of(http: httpx.AsyncClient) -> dict:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Another layout for the LoRA Server of a serving host.
 
-Ranks of the next layout start beside the former ones and read the same store: a register sends no bytes.
-Once they are ready, the instances' file names them, instances move, and the former ranks end.  Meanwhile the
-host holds both arenas.
+Ranks of the next layout start beside the former ranks and read the same store: a register sends no bytes.
+Then the instances' file names the next ranks, instances move, and the former ranks end.  Meanwhile the host
+has both arenas.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from moe_lora.core.errors import (
     CapacityError,
     ConfigError,
     ControllerAwayError,
+    EngineDeadError,
     LastProblem,
     LoraServerError,
 )
@@ -46,6 +47,8 @@ from .local import Generation, OwnServer, passed_on
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
+_RETURN_S = 30.0
+"""Limit for instances to use the former ranks again; then they start again."""
 _numbers = itertools.count(1)
 
 
@@ -67,9 +70,9 @@ class ControlledInstances:
     def kill(self, name: str) -> None:
         self.roles.kill(name)
 
-    async def move(self, name: str, address: str, layout: str) -> None:
+    async def move(self, name: str, server: LoraServerConfig, limit_s: float) -> None:
         [instance] = (one for one in self.registry.live if one.name == name)
-        await instance.client.call("join_lora_server", address, layout)
+        await instance.client.call("join_lora_server", server.address, server.layout, limit_s)
 
 
 class LayoutChange:
@@ -78,12 +81,14 @@ class LayoutChange:
     def __init__(self, own: OwnServer, file: int, instances: ControlledInstances | LayoutKeeper) -> None:
         self._own, self._file, self._instances = own, file, instances
         self._refusal: CapacityError | None = None
+        self._unanswered: set[str] = set()
+        """Instances that may still move, after a call without an answer."""
 
     async def to(self, text: str, capacity: int, limit_s: float) -> str:
         """Have this layout; returns the server's address.
 
         Raises ConfigError for an impossible layout, LoraServerError after limit_s, or the error of a failed
-        start or move; then all is as before.
+        start or move; then the former layout stays.
         """
         former = self._own.now
         assert former is not None
@@ -92,16 +97,17 @@ class LayoutChange:
         if server.layout == _server_of(former.cluster).layout:
             return _server_of(former.cluster).address
         began_s = current_time()
-        following = await self._started(cluster, limit_s)
-        before = self._write(cluster)
+        following, before = await self._started(cluster, limit_s)
         moving = dict(self._instances.running)  # later processes read the file
         logger.info("ranks of %s are ready after %.1f s", server.layout, current_time() - began_s)
-        with CancelScope(deadline=began_s + limit_s):
-            await asyncio.gather(*(self._move(name, moving, server) for name in tuple(moving)))
+        await self._move_all(moving, server, began_s + limit_s)
         if (left := self._left(moving)) and all(name in left for name in self._instances.serving):
             self._write(before)
-            for name in self._instances.running.keys() - left:
-                self._instances.kill(name)  # its file named ranks that end
+            later = self._instances.running.keys() - left  # read the file with ranks that end
+            silent = {name: moving[name] for name in left if name in self._unanswered}
+            await self._move_all(silent, _server_of(former.cluster), current_time() + _RETURN_S)
+            for name in (*later, *self._left(silent)):
+                self._instances.kill(name)
             await self._end(following)
             raise self._refusal or LoraServerError(
                 f"no instance moved to {server.layout} within limit_s={limit_s:g}, and the former layout "
@@ -129,8 +135,8 @@ class LayoutChange:
         devices = _without_server(now.devices, layout.num_ranks)
         return placed(replace(now, lora_server=server, devices=devices))
 
-    async def _started(self, cluster: ClusterConfig, limit_s: float) -> Generation:
-        """Ranks of the cluster, ready."""
+    async def _started(self, cluster: ClusterConfig, limit_s: float) -> tuple[Generation, ClusterConfig]:
+        """Ranks of the cluster, ready, and the former content of the instances' file."""
         own, files = self._own, ExitStack()
         file = files.enter_context(cluster_file(replace(cluster, scaling=None)))
         server = _server_of(cluster)
@@ -141,6 +147,7 @@ class LayoutChange:
             with fail_after(limit_s):
                 await asyncio.gather(*(own.ranks.add(role) for role in ranks))
             files.enter_context(passed_on(own.passes_on, file, own.ranks))
+            return generation, self._write(cluster)
         except BaseException as error:
             await self._end(generation)
             if isinstance(error, TimeoutError):
@@ -149,7 +156,6 @@ class LayoutChange:
                     "layout stays; the log says why, or give a longer limit_s"
                 ) from None
             raise
-        return generation
 
     async def _end(self, generation: Generation) -> None:
         await asyncio.gather(*(self._own.ranks.remove(role.name) for role in generation.roles))
@@ -161,15 +167,22 @@ class LayoutChange:
         write_cluster(self._file, replace(before, lora_server=cluster.lora_server, devices=cluster.devices))
         return before
 
-    async def _move(self, name: str, moving: dict[str, int], server: LoraServerConfig) -> None:
-        """Move an instance, and take its process out of `moving`; returns at a refusal, or its end."""
+    async def _move_all(self, moving: dict[str, int], server: LoraServerConfig, end_s: float) -> None:
+        with CancelScope(deadline=end_s):
+            await asyncio.gather(*(self._move(name, moving, server, end_s) for name in tuple(moving)))
+
+    async def _move(self, name: str, moving: dict[str, int], server: LoraServerConfig, end_s: float) -> None:
+        """Move an instance, and remove its process from `moving`; returns at a refusal or an end too."""
         problem = LastProblem()
         while name in self._left(moving):
             if name in self._instances.serving:
                 try:
-                    await self._instances.move(name, server.address, server.layout)
+                    self._unanswered.add(name)
+                    await self._instances.move(name, server, end_s - current_time())
                     del moving[name]
                 except Exception as error:
+                    if not isinstance(error, EngineDeadError | ConnectionError):
+                        self._unanswered.discard(name)
                     if problem.is_new(str(error)):
                         logger.warning("%s does not move to %s: %s", name, server.layout, error)
                     if isinstance(error, CapacityError):
@@ -178,11 +191,11 @@ class LayoutChange:
             await asyncio.sleep(_LOOK_S)
 
     def _left(self, moving: dict[str, int]) -> list[str]:
-        """Instances whose process knows the former server only."""
+        """Instances with a process of the former server."""
         return [name for name, process in moving.items() if self._instances.running.get(name) == process]
 
     async def _start_again(self, name: str, limit_s: float) -> None:
-        """By the new file; returns once the instance serves, or after limit_s."""
+        """Restart by the new file; returns after limit_s at most."""
         logger.error("%s did not move to the next LoRA Server, and is started again", name)
         former = self._instances.running.get(name)
         self._instances.kill(name)
@@ -192,10 +205,10 @@ class LayoutChange:
 
 
 class LayoutKeeper(LinkEnd):
-    """Changes the layout for a separate controller, which reaches the instances.
+    """Changes the layout for a separate controller.
 
     A change outlives the controller: the next controller moves the remaining instances.  file: of the
-    instances.  roles: set at their start.
+    instances.  roles: set at the start of roles.
     """
 
     roles: HostRoles
@@ -230,24 +243,30 @@ class LayoutKeeper(LinkEnd):
     def kill(self, name: str) -> None:
         self.roles.kill(name)
 
-    async def move(self, name: str, address: str, layout: str) -> None:
+    async def move(self, name: str, server: LoraServerConfig, limit_s: float) -> None:
         """Through the controller.  Raises ControllerAwayError, or PeerEndedError."""
         if self.peer is None:
             raise ControllerAwayError("the controller is away")
-        await self.peer.call("move_instance", name, address, layout)
+        await self.peer.call("move_instance", name, server.address, server.layout, limit_s)
 
     @verb
     async def change_layout(self, layout: str, capacity: int, limit_s: float) -> str:
-        async with self._changing:
-            address = await LayoutChange(self._own, self._file, self).to(layout, capacity, limit_s)
-        if self.peer is not None:  # a controller since the middle of the change has read the other address
-            self.peer.call("use_lora_server", address)
-        return address
+        try:
+            async with self._changing:
+                return await LayoutChange(self._own, self._file, self).to(layout, capacity, limit_s)
+        finally:
+            logger.info("the change ends: the LoRA Server is %s", self._server.layout)
+            if self.peer is not None:  # the controller may be the next one
+                self.peer.call("use_lora_server", self._server.address, self._changing.locked())
 
     async def _welcome(self, peer: Peer, caller: Dialler) -> None:
-        assert self._own.now is not None
-        peer.call("use_lora_server", _server_of(self._own.now.cluster).address)
+        peer.call("use_lora_server", self._server.address, self._changing.locked())
         await self.serve(peer)
+
+    @property
+    def _server(self) -> LoraServerConfig:
+        assert self._own.now is not None
+        return _server_of(self._own.now.cluster)
 
 
 def _server_of(cluster: ClusterConfig) -> LoraServerConfig:

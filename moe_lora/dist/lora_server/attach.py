@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -129,10 +131,13 @@ class LeaseClient:
             return not self.connected
         return all(self.lease(one) or one in self._rejected for one in self._wanted.copy())
 
-    def check(self, former: LeaseClient) -> None:
-        """Raise LoraServerError without a leader, CapacityError for an adapter refused here alone."""
+    def check_connected(self) -> None:
         if not self.connected:
             raise LoraServerError("the next LoRA Server is away")
+
+    def check(self, former: LeaseClient) -> None:
+        """Raise LoraServerError without a leader, CapacityError for an adapter refused here alone."""
+        self.check_connected()
         for adapter_id, error in self._rejected.copy().items():
             if _is_final(error) and adapter_id not in former._rejected:
                 raise CapacityError(f"the next LoRA Server refuses adapter {adapter_id}: {error}") from error
@@ -295,7 +300,6 @@ def _is_final(error: Exception) -> bool:
 
 
 CONNECT_TIMEOUT_S = 120.0
-CPU = torch.device("cpu")
 logger = logging.getLogger(__name__)
 _SLICE_S = 0.05
 _LOOK_S = 0.2
@@ -408,8 +412,8 @@ class ServerLink:
 class LoraServerClient:
     """One client rank's links to server ranks, and their backend.
 
-    pushed: the backend over device puts, if any.  Raises ConfigError for an unfit layout, LoraServerError for
-    an absent server.
+    pushed: the backend over device puts, if any.  limit_s: for all first connections.  Raises ConfigError for
+    an unfit layout, LoraServerError for an absent server.
     """
 
     def __init__(
@@ -421,9 +425,10 @@ class LoraServerClient:
         *,
         client_rank: int = 0,
         client_ranks: int = 1,
-        device: torch.device = CPU,
+        limit_s: float = math.inf,
     ) -> None:
         self.pushed: PushedBackend | None = None
+        self._end_s = time.monotonic() + limit_s
         self._server = server
         self._instance = instance
         self._keys = keys_in(server.certificates)
@@ -446,16 +451,15 @@ class LoraServerClient:
         }
         try:
             for link in self.links.values():
-                network().run(link.start(CONNECT_TIMEOUT_S))
+                network().run(link.start(self._connect_s))
         except BaseException:
             self.close()
             raise
         division = ServerPartition(partition, client_rank)
         self.backend = RemoteBackend(shape, Source.LEASED, division, self.links, layout, self.store)
-        if server.device_puts != "none":
-            self._meet_devices(shape, dtype, device)
 
-    def _meet_devices(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+    def meet_devices(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+        """Have this device put rows to the server's devices, if all of them meet."""
         server = self._server
         leader = server.address, self._keys, self._hello, CONNECT_TIMEOUT_S
         try:
@@ -469,6 +473,10 @@ class LoraServerClient:
         except LoraServerError as error:
             logger.warning("%s; rows go over lora_server.transport", error)
 
+    @property
+    def _connect_s(self) -> float:
+        return max(0.0, min(CONNECT_TIMEOUT_S, self._end_s - time.monotonic()))
+
     async def _join_rank(self, server_rank: int, timeout_s: float) -> Peer:
         leader = self._server.address, self._keys, self._hello
         address = await find_rank(*leader, server_rank, timeout_s)
@@ -481,7 +489,7 @@ class LoraServerClient:
         former: LeaseClient | None = None,
     ) -> LeaseClient:
         """The instance's leases, on its first rank."""
-        return LeaseClient(self._join_leader, self.store, on_change, CONNECT_TIMEOUT_S, on_failure, former)
+        return LeaseClient(self._join_leader, self.store, on_change, self._connect_s, on_failure, former)
 
     def take_over(self, former: LoraServerClient) -> None:
         """Have the backend of `former`, between steps."""

@@ -7,15 +7,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.config import LoraServerConfig
-from moe_lora.core.errors import AdapterError, CapacityError
+from moe_lora.core.errors import AdapterError, CapacityError, LoraServerError
+from moe_lora.core.processes import in_thread
 
 from .adapter_store import AdapterStore, AdapterVersion
 
@@ -27,9 +29,10 @@ if TYPE_CHECKING:
     from moe_lora.engine.ranks.server_move import FollowersMove
 
 logger = logging.getLogger(__name__)
+Waits: TypeAlias = Generator[Future[Any], Any, None]
 
 GRANTS_S = 10.0
-"""Most time before the move for registers and leases; then rows without one are computed here."""
+"""Limit for registers and leases before a move; rows without a lease are computed here."""
 _LOOK_S = 0.005
 
 
@@ -57,6 +60,7 @@ class LeasedAdapters(AdapterStore):
         self._mapped: dict[str, PackedAdapter] = {}
         """By content hash, to restore the server's host store after a loss."""
         self._leases = server.leases(self._take, self._fail)
+        self._moving: tuple[str, Future[None]] | None = None
 
     @property
     def leases(self) -> LeasedAdapters:
@@ -189,35 +193,53 @@ class LeasedAdapters(AdapterStore):
         self._take()
         return former
 
-    def move(
-        self, core: EngineCore, files: Executor, address: str, layout: str
-    ) -> Generator[Future[Any], Any, None]:
+    def move(self, core: EngineCore, address: str, layout: str, limit_s: float) -> Waits:
         """Reach another server, wait for leases there, then move all ranks; requests go on meanwhile.
 
-        Raises LoraServerError if a rank does not reach the server, CapacityError for a refused adapter; then
-        nothing has changed.
+        A second call for the same address waits first.  Raises LoraServerError if a rank does not reach the
+        server within limit_s, or beside a move to another; CapacityError for a refused adapter; then nothing
+        has changed.
         """
-        rank = core.rank
-        assert rank.config.lora_server is not None
-        if rank.config.lora_server.address == address:
+        while self._moving is not None:
+            there, ended = self._moving
+            if there != address:
+                raise LoraServerError(f"this instance is about to move to the LoRA Server at {there}")
+            yield ended
+        assert core.rank.config.lora_server is not None
+        server = replace(core.rank.config.lora_server, address=address, layout=layout)
+        if core.rank.config.lora_server.address == address:
             return
-        server = replace(rank.config.lora_server, address=address, layout=layout)
-        others = _followers_move(core, server)
+        ended = Future()
+        self._moving = address, ended
         try:
-            client, leases = (yield files.submit(_reached, rank, self, server, others)).result()
-            end_s = time.monotonic() + GRANTS_S
+            yield from self._move(core, server, limit_s)
+        finally:
+            self._moving = None
+            ended.set_result(None)
+
+    def _move(self, core: EngineCore, server: LoraServerConfig, limit_s: float) -> Waits:
+        rank, end_s, undo = core.rank, time.monotonic() + limit_s, ExitStack()
+        others = _followers_move(core, server, limit_s)
+        try:
+            if others is not None:
+                undo.callback(others.close)
+            reaching = in_thread(partial(_reached, rank, self, server, others, end_s))
+            client, leases, grants_end_s = (yield reaching).result()
+            undo.callback(in_thread, partial(_left, client, leases))
             leases.succeed(self._leases)
-            while not leases.covers(self._leases) and time.monotonic() < end_s:
-                yield files.submit(time.sleep, _LOOK_S)  # requests have started
+            while not leases.covers(self._leases) and time.monotonic() < grants_end_s:
+                yield in_thread(partial(time.sleep, _LOOK_S))  # requests have started
                 leases.succeed(self._leases)
+            leases.check_connected()
+            if time.monotonic() >= end_s:
+                raise LoraServerError(f"this instance did not reach all leases within limit_s={limit_s:g}")
             former = self.lease_from(client, leases)
         except Exception:
-            if others is not None:
-                others.leave()
+            undo.close()
             raise
         if others is not None:
             others.move()
-        files.submit(_left, rank.move_to(server, client), former)
+        in_thread(partial(_left, rank.move_to(server, client), former))
 
     def close(self) -> None:
         super().close()
@@ -241,19 +263,20 @@ class LeasedAdapters(AdapterStore):
             self.on_change()
 
 
-def _followers_move(core: EngineCore, server: LoraServerConfig) -> FollowersMove | None:
+def _followers_move(core: EngineCore, server: LoraServerConfig, limit_s: float) -> FollowersMove | None:
     followers = core.transfers.followers
     if not followers.num_followers:
         return None
     from moe_lora.engine.ranks.server_move import FollowersMove
 
-    return FollowersMove(followers, server)
+    return FollowersMove(followers, server, limit_s)
 
 
 def _reached(
-    rank: Rank, leased: LeasedAdapters, server: LoraServerConfig, others: FollowersMove | None
-) -> tuple[LoraServerClient, LeaseClient]:
-    client = rank.reach(server)
+    rank: Rank, leased: LeasedAdapters, server: LoraServerConfig, others: FollowersMove | None, end_s: float
+) -> tuple[LoraServerClient, LeaseClient, float]:
+    """Connection and leases, and the end of the wait for leases."""
+    client = rank.reach(server, end_s - time.monotonic())
     assert client is not None
     with ExitStack() as undo:
         undo.callback(client.close)
@@ -261,12 +284,12 @@ def _reached(
         undo.callback(leases.stop)
         if others is not None:
             others.wait()
-        end_s = time.monotonic() + GRANTS_S
-        while not leases.settled and time.monotonic() < end_s:
+        grants_end_s = min(end_s, time.monotonic() + GRANTS_S)
+        while not leases.settled and time.monotonic() < grants_end_s:
             time.sleep(_LOOK_S)
         leases.check(leased._leases)
         undo.pop_all()
-    return client, leases
+    return client, leases, grants_end_s
 
 
 def _left(client: LoraServerClient, leases: LeaseClient) -> None:

@@ -99,11 +99,15 @@ class MemoryOrder:
 
 @dataclass(frozen=True)
 class ServerOrder:
-    """A part of a move to the next LoRA Server (`server_move`), without an answer.  server: to reach."""
+    """A part of a move to the next LoRA Server (`server_move`), without an answer.
+
+    server: to reach, within limit_s.
+    """
 
     number: int
-    step: Literal["reach", "move", "leave"]
+    step: Literal["reach", "move", "close"]
     server: LoraServerConfig | None = None
+    limit_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -96,22 +97,25 @@ class Rank:
             if server is None or not server.partition.serves(i)
         ]
 
-    def reach(self, server: LoraServerConfig | None) -> LoraServerClient | None:
+    def reach(self, server: LoraServerConfig | None, limit_s: float = math.inf) -> LoraServerClient | None:
         """A connection to a LoRA Server, if any."""
         config = self.config
         if server is None:
             return None
         from moe_lora.dist.lora_server.attach import LoraServerClient
 
-        return LoraServerClient(
+        client = LoraServerClient(
             server,
             self.shape,
             self.dtype,
             config.instance,
             client_rank=self.dist_rank,
             client_ranks=config.expert_parallel,
-            device=self.device,
+            limit_s=limit_s,
         )
+        if server.device_puts != "none":
+            client.meet_devices(self.shape, self.dtype, self.device)
+        return client
 
     def move_to(self, server: LoraServerConfig, reached: LoraServerClient) -> LoraServerClient:
         """Send rows to another LoRA Server, between steps; returns the former connection."""

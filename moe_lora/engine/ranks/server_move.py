@@ -11,15 +11,15 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 from moe_lora.config import LoraServerConfig
 from moe_lora.core.errors import LoraServerError
+from moe_lora.core.processes import in_thread
 
 from .followers import Followers, ServerOrder
 
@@ -29,46 +29,42 @@ if TYPE_CHECKING:
     from .rank import Rank
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 Reached: TypeAlias = "Future[LoraServerClient | None]"
 
-REACH_S = 300.0
-"""Limit for the connections of a follower."""
 _LOOK_S = 0.005
 _numbers = itertools.count(1)
 
 
 class FollowersMove:
-    """Rank 0's part of a move; starts the connections.  Raises EngineDeadError."""
+    """Rank 0's part of a move; starts the connections, within limit_s.  Raises EngineDeadError."""
 
-    def __init__(self, followers: Followers, server: LoraServerConfig) -> None:
-        self._followers, self._number = followers, next(_numbers)
-        followers.tell(ServerOrder(self._number, "reach", server))
+    def __init__(self, followers: Followers, server: LoraServerConfig, limit_s: float) -> None:
+        self._followers, self._number, self._limit_s = followers, next(_numbers), limit_s
+        self._end_s = time.monotonic() + limit_s
+        followers.tell(ServerOrder(self._number, "reach", server, limit_s))
 
     def wait(self) -> None:
         """Wait until the followers are connected, in any thread.  Raises LoraServerError."""
-        end_s = time.monotonic() + REACH_S
-        problems: dict[int, str] = {}
-        for dist_rank in range(1, self._followers.num_followers + 1):
-            report = _report(self._followers.directory, self._number, dist_rank)
-            while not report.exists() and not self._followers.closed and time.monotonic() < end_s:
-                time.sleep(_LOOK_S)
-            if not report.exists():
-                problems[dist_rank] = f"no connection within {REACH_S:g} s"
-            elif problem := report.read_text():
-                problems[dist_rank] = problem
-        for dist_rank, problem in problems.items():
-            raise LoraServerError(
-                f"rank {dist_rank} of this instance does not reach the next LoRA Server: {problem}"
-            )
+        missing = set(range(1, self._followers.num_followers + 1))
+        while missing:
+            is_over = self._followers.closed or time.monotonic() >= self._end_s
+            for dist_rank in sorted(missing):
+                report = _report(self._followers.directory, self._number, dist_rank)
+                if (is_there := report.exists()) or is_over:
+                    problem = report.read_text() if is_there else f"no connection within {self._limit_s:g} s"
+                    if problem:
+                        what = f"rank {dist_rank} of this instance does not reach the next LoRA Server"
+                        raise LoraServerError(f"{what}: {problem}")
+                    missing.remove(dist_rank)
+            time.sleep(_LOOK_S)
 
     def move(self) -> None:
         """Have the followers send rows of later steps to the server; after `wait`, between two steps."""
         self._followers.tell(ServerOrder(self._number, "move"))
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Have the followers close the new connections."""
-        self._followers.tell(ServerOrder(self._number, "leave"))
+        self._followers.tell(ServerOrder(self._number, "close"))
 
 
 class FollowedMoves:
@@ -81,7 +77,7 @@ class FollowedMoves:
     def carry_out(self, order: ServerOrder) -> None:
         if order.step == "reach":
             assert order.server is not None
-            reached = _in_thread(partial(self._rank.reach, order.server))
+            reached = in_thread(partial(self._rank.reach, order.server, order.limit_s))
             self._reached[order.number] = order.server, reached
             reached.add_done_callback(partial(self._send_report, order.number))
             return
@@ -89,9 +85,9 @@ class FollowedMoves:
         if order.step == "move":
             client = reached.result()
             assert client is not None
-            _in_thread(self._rank.move_to(server, client).close)
+            in_thread(self._rank.move_to(server, client).close)
         else:
-            _in_thread(partial(_close, reached))
+            in_thread(partial(_close, reached))
 
     def _send_report(self, number: int, reached: Reached) -> None:
         """After the result: the move waits for no thread."""
@@ -107,14 +103,6 @@ class FollowedMoves:
 def _report(directory: Path, number: int, dist_rank: int) -> Path:
     """Empty, or the reason why the rank has no connection."""
     return directory / f"server-{number}-{dist_rank}"
-
-
-def _in_thread(work: Callable[[], T]) -> Future[T]:
-    """In a short thread: a lasting thread would keep OpenMP's workers from the steps."""
-    thread = ThreadPoolExecutor(1, "server-move")
-    done = thread.submit(work)
-    thread.shutdown(wait=False)
-    return done
 
 
 def _close(reached: Reached) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -45,10 +45,12 @@ class Ranks:
     events: list[str]
     error: Exception | None = None
     hangs: bool = False
+    starts: list[asyncio.Future[None]] = field(default_factory=list)
 
     def add(self, role: Role) -> asyncio.Future[None]:
         self.kept.append(role.name)
         ready = asyncio.get_running_loop().create_future()
+        self.starts.append(ready)
         if self.error is not None:
             ready.set_exception(self.error)
         elif not self.hangs:
@@ -77,7 +79,7 @@ class Engine:
         self.host, self.name, self.errors = host, name, []
         self.on_error = lambda: None
 
-    async def call(self, verb: str, address: str, layout: str) -> None:
+    async def call(self, verb: str, address: str, layout: str, limit_s: float) -> None:
         if self.errors:
             self.on_error()
             raise self.errors.pop()
@@ -262,6 +264,42 @@ def test_if_no_instance_moves_the_next_ranks_end_and_all_is_as_before(stack, err
     host.change("EP4-PP1")
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_change_that_is_given_up_returns_instances_whose_move_had_no_answer(
+    stack, monkeypatch, limits, answers
+):
+    """An instance without a second answer starts again; an instance that refused is let alone."""
+    host, calls = Host(stack), []
+
+    async def silent(verb: str, address: str, layout: str, limit_s: float) -> None:
+        calls.append((layout, host.file_layout, len(host.ranks.kept)))
+        if layout == "EP4-PP1" or not answers:
+            limits[-1].cancel()
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(host.engines["instance-1"], "call", silent)
+    host.engines["instance-0"].errors = Endless(LoraServerError("away"))
+    with pytest.raises(LoraServerError, match="no instance moved to EP4-PP1"):
+        host.change("EP4-PP1")
+    host.check_unchanged()
+    assert calls == [("EP4-PP1", "EP4-PP1", 6), ("EP2-PP1", "EP2-PP1", 6)]
+    assert host.killed == ([] if answers else ["instance-1"])
+
+
+def test_an_unwritable_file_ends_the_next_ranks(stack, monkeypatch):
+    host = Host(stack)
+
+    def fails(file: int, cluster: ClusterConfig) -> None:
+        raise OSError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local_layout, "write_cluster", fails)
+        with pytest.raises(OSError, match="no room"):
+            host.change("EP4-PP1")
+    host.check_unchanged()
+    host.change("EP4-PP1")
+
+
 @pytest.mark.parametrize(
     ("layout", "settings", "why"),
     [
@@ -329,8 +367,8 @@ class Controller:
         self.relayout = None
         self.running = asyncio.create_task(KeeperLink(cluster, controlled).run())
 
-    def use_lora_server(self, address: str) -> None:
-        self.address = address
+    def use_lora_server(self, address: str, is_changing: bool) -> None:
+        self.address, self.is_changing = address, is_changing
 
     async def connected(self) -> None:
         while self.address is None:
@@ -396,11 +434,12 @@ def test_a_change_outlives_its_controller(stack, tmp_path):
             await asyncio.wait(ending)
             second = Controller(host)
             await second.connected()
-            assert second.address == "/f/lora-server"
+            assert (second.address, second.is_changing) == ("/f/lora-server", True)
             host.engines["instance-1"].errors = []
             while second.address == "/f/lora-server":
                 await asyncio.sleep(0.001)
             assert second.address == host.own.now.cluster.lora_server.address
+            assert not second.is_changing
             await second.end()
 
     asyncio.run(play())
@@ -408,6 +447,34 @@ def test_a_change_outlives_its_controller(stack, tmp_path):
     assert host.ranks.kept == [f"EP4-PP1 lora-server-{rank}" for rank in range(4)]
     assert host.file_layout == "EP4-PP1"
     assert not host.killed
+
+
+def test_the_next_controller_hears_that_a_change_is_given_up(stack, tmp_path):
+    host = Host(stack)
+    host.ranks.hangs = True
+
+    async def play() -> None:
+        async with kept_by(host, tmp_path):
+            first = Controller(host)
+            await first.connected()
+            assert not first.is_changing
+            asking = asyncio.ensure_future(first.relayout("EP4-PP1", 7, PATIENCE_S))
+            while len(host.ranks.kept) < 6:
+                await asyncio.sleep(0.001)
+            await first.end()
+            with pytest.raises(ConnectionError):
+                await asking
+            second = Controller(host)
+            await second.connected()
+            assert second.is_changing
+            host.ranks.starts[-1].set_exception(ConfigError("no memory"))
+            while second.is_changing:
+                await asyncio.sleep(0.001)
+            assert second.address == "/f/lora-server"
+            await second.end()
+
+    asyncio.run(play())
+    host.check_unchanged()
 
 
 def test_an_end_of_the_keeper_ends_a_change(stack, tmp_path):

@@ -4,24 +4,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from moe_lora.config import LoraServerConfig
 from moe_lora.core.errors import CapacityError, ConfigError, EngineDeadError, LoraServerError
 from moe_lora.core.wrong_files import read_config
-from moe_lora.dist.lora_server.attach import LeaseClient
+from moe_lora.dist.lora_server.attach import LeaseClient, LoraServerClient
 from moe_lora.dist.lora_server.control import network
 from moe_lora.dist.lora_server.leader import Leader
 from moe_lora.dist.lora_server.messages import AdapterFailed
 from moe_lora.engine.core import EngineCore
-from moe_lora.engine.verbs import EngineVerbs
+from moe_lora.engine.ranks.rank import Rank
+from moe_lora.engine.verbs import EngineVerbs, Steps
 from moe_lora.families import shape_of
 from tests.dist.lora_server.cluster import Cluster, until
 from tests.engine.ranks.faulty_follower import use_faulty_followers
@@ -47,6 +51,11 @@ def servers(*layouts: str, client_ranks: int = 1, **settings) -> Iterator[list[C
         yield found
 
 
+def moving(core: EngineCore, cluster: Cluster, limit_s: float = PATIENCE_S) -> Steps[None]:
+    server = cluster.config
+    return EngineVerbs(core, None, None, None).join_lora_server(server.address, server.layout, limit_s)
+
+
 class Driven:
     """An engine with requests under way.  outputs: by request.  reached: leases before the move itself."""
 
@@ -65,20 +74,22 @@ class Driven:
 
     def move(self, cluster: Cluster, change: Callable[[], None] = lambda: None) -> None:
         """By the verb; steps go on while the verb waits.  change: called before the move itself."""
-        with ThreadPoolExecutor(1) as files:
-            leases, server = self.core.adapters.leases, cluster.config
-            steps = leases.move(self.core, files, server.address, server.layout)
-            try:
-                waited = next(steps)
+        steps = moving(self.core, cluster)
+        try:
+            waited = next(steps)
+        except StopIteration:
+            return
+        self.step_until(waited.done)
+        if waited.exception() is None:
+            _, self.reached, _ = waited.result()
+            change()
+        self.end_move(steps, waited)
+
+    def end_move(self, steps: Steps[None], waited: Future[object]) -> None:
+        with contextlib.suppress(StopIteration):
+            while True:
                 self.step_until(waited.done)
-                if waited.exception() is None:
-                    _, self.reached = waited.result()
-                    change()
-                while True:
-                    waited = steps.send(waited)
-                    self.step_until(waited.done)
-            except StopIteration:
-                return
+                waited = steps.send(waited)
 
     def end(self) -> dict[str, list[int]]:
         while self.core.has_work:
@@ -184,9 +195,9 @@ def test_a_follower_without_a_connection_keeps_all_ranks_at_the_former_server(mo
 
 
 def test_a_follower_that_is_killed_while_it_connects_ends_the_engine_and_the_move(monkeypatch):
-    with two_ranks(monkeypatch, "killed_in_reach") as (driven, _, following), ThreadPoolExecutor(1) as files:
-        core, server = driven.core, following.config
-        waited = next(core.adapters.leases.move(core, files, server.address, server.layout))
+    with two_ranks(monkeypatch, "killed_in_reach") as (driven, _, following):
+        core = driven.core
+        waited = next(moving(core, following))
         with pytest.raises(EngineDeadError, match=r"rank 1 .* was killed by SIGKILL"):
             driven.step_until(waited.done)
         core.close(at_once=True)
@@ -361,6 +372,101 @@ def test_a_server_that_ends_before_the_move_is_refused():
         assert driven.end()["a"]
 
 
+def test_a_server_that_ends_while_the_instance_waits_for_leases_is_refused():
+    with (
+        servers("EP1-PP1", "EP2-PP1") as (former, following),
+        engine(lora_server=former.config) as core,
+    ):
+        driven = Driven(core)
+        core.add_request(ask("a", max_tokens=NUM))
+        driven.step_until(lambda: driven.outputs["a"])
+
+        def change() -> None:
+            for number in (1, 0):
+                following.stop(number)
+            until(lambda: not driven.reached.connected)
+
+        with pytest.raises(LoraServerError, match="the next LoRA Server is away"):
+            driven.move(following, change)
+        until(driven.reached._joined.done, "the leases there are closed")
+        assert core.rank.config.lora_server == former.config
+        assert driven.end()["a"]
+        assert core.stats().lora_server_fallback_rows == 0
+
+
+def test_a_move_that_waits_for_a_server_lets_adapters_load(monkeypatch):
+    gate, reach = threading.Event(), Rank.reach
+    with (
+        servers("EP1-PP1", "EP2-PP1") as (former, following),
+        engine(lora_server=former.config) as core,
+        ThreadPoolExecutor(1) as files,
+    ):
+        monkeypatch.setattr(Rank, "reach", lambda *asked: gate.wait(PATIENCE_S) and reach(*asked))
+        verbs, server = EngineVerbs(core, files, None, None), following.config
+        steps = verbs.join_lora_server(server.address, server.layout, PATIENCE_S)
+        waited = next(steps)
+        path = dict(core.rank.config.adapters)["policy"]
+        try:
+            assert next(verbs.load_adapter("third", path)).result(PATIENCE_S)
+            assert not waited.done()
+        finally:
+            gate.set()
+        Driven(core).end_move(steps, waited)
+        assert core.rank.config.lora_server == server
+
+
+def test_a_move_ends_with_its_limit_at_the_former_server():
+    with (
+        servers("EP1-PP1", "EP2-PP1") as (former, following),
+        engine(lora_server=former.config) as core,
+    ):
+        driven = Driven(core)
+        with pytest.raises(LoraServerError):
+            driven.end_move(steps := moving(core, following, 0.0), next(steps))
+        assert core.rank.config.lora_server == former.config
+        core.add_request(ask("a"))
+        driven.move(following)
+        assert driven.end()["a"]
+        assert core.stats().lora_server_fallback_rows == 0
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_a_second_call_waits_for_the_move_under_way_and_another_address_is_refused(
+    succeeds, refused, monkeypatch
+):
+    """By the next controller, or by a keeper that gives the change up."""
+    reach, reached = Rank.reach, []
+    with (
+        servers("EP1-PP1", "EP2-PP1") as (former, following),
+        engine(lora_server=former.config) as core,
+    ):
+        driven = Driven(core)
+        if not succeeds:
+            refused.update(one.packed.content_hash for one in core.adapters.versions.values())
+
+        def counted(rank: Rank, server: LoraServerConfig, limit_s: float) -> LoraServerClient:
+            reached.append(server.address)
+            return reach(rank, server, limit_s)
+
+        monkeypatch.setattr(Rank, "reach", counted)
+        first, second = moving(core, following), moving(core, following)
+        reaching, waited = next(first), next(second)
+        with pytest.raises(LoraServerError, match="is about to move to the LoRA Server at"):
+            next(moving(core, former))
+        assert not waited.done()
+        problem = contextlib.nullcontext() if succeeds else pytest.raises(CapacityError, match="too large")
+        with problem:
+            driven.end_move(first, reaching)
+        assert waited.done()
+        with problem:
+            driven.end_move(second, waited)
+        assert core.rank.config.lora_server == (following if succeeds else former).config
+        assert set(reached) == {following.config.address}
+        assert len(reached) == (1 if succeeds else 2), "a failed move is tried again"
+        driven.move(former)
+        assert core.rank.config.lora_server.address == former.config.address
+
+
 def test_an_engine_without_a_lora_server_refuses():
     with engine() as core, pytest.raises(ConfigError, match="no LoRA Server to move from"):
-        next(EngineVerbs(core, None, None, None).join_lora_server("/nowhere", "EP1-PP1"))
+        next(EngineVerbs(core, None, None, None).join_lora_server("/nowhere", "EP1-PP1", 1.0))

@@ -108,13 +108,13 @@ def _break_meetings() -> None:
 def _break_moves() -> None:
     reach = Rank.reach
 
-    def maybe(self, server):
+    def maybe(self, server, *limit_s):
         if hasattr(self, "lora_server"):  # not the connection of the start
             if _is_due("killed_in_reach"):
                 os.kill(os.getpid(), signal.SIGKILL)
             if _is_due("no_reach"):
                 raise LoraServerError("this follower reaches nobody")
-        return reach(self, server)
+        return reach(self, server, *limit_s)
 
     Rank.reach = maybe
 

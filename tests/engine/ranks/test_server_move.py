@@ -15,7 +15,6 @@ import pytest
 from moe_lora.config import LoraServerConfig
 from moe_lora.core.errors import LoraServerError
 from moe_lora.core.host import OwnFolder
-from moe_lora.engine.ranks import server_move
 from moe_lora.engine.ranks.follower import _obey
 from moe_lora.engine.ranks.followers import Followers, RankReport
 from moe_lora.engine.ranks.server_move import FollowersMove
@@ -50,7 +49,7 @@ class OtherRank:
         self.gate.set()
         self.error: Exception | None = None
 
-    def reach(self, server: LoraServerConfig) -> Client:
+    def reach(self, server: LoraServerConfig, limit_s: float) -> Client:
         assert self.gate.wait(PATIENCE_S)
         if self.error is not None:
             raise self.error
@@ -132,7 +131,7 @@ def waiting(move: FollowersMove) -> tuple[threading.Thread, list[Exception]]:
 def test_steps_go_on_while_a_follower_connects_and_all_move_between_the_same_steps(instance):
     late = instance.ranks[1]
     late.gate.clear()
-    move = FollowersMove(instance.followers, NEXT)
+    move = FollowersMove(instance.followers, NEXT, PATIENCE_S)
     thread, errors = waiting(move)
     until(lambda: instance.ranks[0].reached)
     instance.step()
@@ -154,16 +153,16 @@ def test_steps_go_on_while_a_follower_connects_and_all_move_between_the_same_ste
 def test_a_follower_without_a_connection_keeps_all_at_the_former_server(instance):
     reached, failing = instance.ranks
     failing.error = LoraServerError("nobody answers there")
-    move = FollowersMove(instance.followers, NEXT)
+    move = FollowersMove(instance.followers, NEXT, PATIENCE_S)
     with pytest.raises(LoraServerError, match=r"rank 2 .* does not reach .*: nobody answers there"):
         move.wait()
-    move.leave()
+    move.close()
     instance.step()
     assert [rank.steps for rank in instance.ranks] == [[FORMER.address]] * 2
     [client] = reached.reached
     assert client.closed.wait(PATIENCE_S)
     failing.error = None
-    again = FollowersMove(instance.followers, NEXT)
+    again = FollowersMove(instance.followers, NEXT, PATIENCE_S)
     again.wait()
     again.move()
     instance.step()
@@ -174,9 +173,9 @@ def test_a_move_that_is_given_up_closes_connections_that_come_later(instance):
     """And a second move, begun meanwhile, has its own."""
     late = instance.ranks[0]
     late.gate.clear()
-    first = FollowersMove(instance.followers, NEXT)
-    first.leave()
-    second = FollowersMove(instance.followers, NEXT)
+    first = FollowersMove(instance.followers, NEXT, PATIENCE_S)
+    first.close()
+    second = FollowersMove(instance.followers, NEXT, PATIENCE_S)
     instance.step()
     late.gate.set()
     second.wait()
@@ -188,14 +187,19 @@ def test_a_move_that_is_given_up_closes_connections_that_come_later(instance):
         assert not rank.now.closed.is_set()
 
 
-def test_a_silent_follower_and_the_end_of_an_instance_end_the_wait(instance, monkeypatch):
+def test_a_problem_of_one_follower_ends_the_wait_for_another(instance):
+    silent, failing = instance.ranks
+    silent.gate.clear()
+    failing.error = LoraServerError("nobody answers there")
+    with pytest.raises(LoraServerError, match=r"rank 2 .*: nobody answers there"):
+        FollowersMove(instance.followers, NEXT, PATIENCE_S).wait()
+
+
+def test_a_silent_follower_and_the_end_of_an_instance_end_the_wait(instance):
     instance.ranks[0].gate.clear()
-    move = FollowersMove(instance.followers, NEXT)
-    with monkeypatch.context() as patch:
-        patch.setattr(server_move, "REACH_S", 0.0)
-        with pytest.raises(LoraServerError, match=r"rank 1 .* no connection within 0 s"):
-            move.wait()
-    thread, errors = waiting(move)
+    with pytest.raises(LoraServerError, match=r"rank 1 .* no connection within 0 s"):
+        FollowersMove(instance.followers, NEXT, 0.0).wait()
+    thread, errors = waiting(FollowersMove(instance.followers, NEXT, PATIENCE_S))
     instance.followers.close()
     thread.join(PATIENCE_S)
     assert [type(one) for one in errors] == [LoraServerError]

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 
 from anyio import current_time, fail_after
 
@@ -51,6 +51,8 @@ class CapacityController:
         self._problem = LastProblem()
         self._changing = asyncio.Lock()
         """Held by a restart, a resize, and a change of the layout."""
+        self._is_changing = False
+        """The keeper changes the layout for a former controller."""
         self.relayout: Callable[[str, int, float], Awaitable[str]] | None = None
         """Starts a server of this layout, capacity and limit_s; returns the address.  None: fixed."""
 
@@ -90,7 +92,7 @@ class CapacityController:
     @verb
     async def resize(self, capacity: int) -> ServerState:
         """See `LoraServerAdmin.resize`."""
-        async with self._changing:  # a next server starts with the capacity before
+        async with self._change():  # a next server starts with the capacity before
             state = await asyncio.to_thread(self._admin.resize, capacity)
         logger.info("the LoRA Server's capacity is now %d adapters", state.capacity)
         return state
@@ -102,7 +104,7 @@ class CapacityController:
         Instances compute an absent rank's part, so each restart waits for the rank before.  Raises
         LoraServerError if a rank, link or instance is missing after limit_s.
         """
-        async with self._changing:  # a second restart would end the leader while a rank loads
+        async with self._change():  # a second restart would end the leader while a rank loads
             before = state = await self._until_whole(limit_s)
             for server_rank in (*range(1, len(before.ranks)), 0):
                 if state.incarnation != before.incarnation:
@@ -127,7 +129,7 @@ class CapacityController:
                 f"again on their host (torchrun --nproc-per-node {Layout.parse(layout).num_ranks} -m "
                 "moe_lora.dist.launch.run_role --config FILE --role lora-server), then the instances"
             )
-        async with self._changing:
+        async with self._change():
             end_s = current_time() + limit_s
             before = await asyncio.to_thread(self._admin.state)
             address = await self.relayout(layout, before.capacity, limit_s)
@@ -138,9 +140,16 @@ class CapacityController:
                 before.num_instances,
             )
 
-    def use_lora_server(self, address: str) -> None:
-        """Read state from the server at this socket."""
-        self._server = LoraServerAdmin(address, None)
+    def use_lora_server(self, address: str, is_changing: bool = False) -> None:
+        """Read state from the server at this socket.  is_changing: refuse changes until the next call."""
+        self._server, self._is_changing = LoraServerAdmin(address, None), is_changing
+
+    @asynccontextmanager
+    async def _change(self) -> AsyncIterator[None]:
+        async with self._changing:
+            if self._is_changing:
+                raise LoraServerError("the LoRA Server's layout is changing; send the request again later")
+            yield
 
     async def _until_whole(
         self,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A separate controller and the host's keeper of processes change the LoRA Server's layout together.
+"""The link between a separate controller and the host's keeper of processes, for changes of layout.
 
-The keeper starts and ends ranks, the controller reaches instances, and each calls the other.
+The keeper starts and ends ranks of the LoRA Server.  The controller moves instances.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def keeper_socket(cluster: ClusterConfig) -> str:
-    """The keeper listens there."""
+    """Address of the keeper."""
     return f"{cluster.folder_of_sockets}/keeper"
 
 
@@ -36,7 +36,7 @@ class KeeperCalls(typing.Protocol):
 
 
 class LinkEnd:
-    """Answers calls of the other end by its verbs, side by side; belongs to one event loop."""
+    """Answers calls by verbs, in parallel; belongs to an event loop."""
 
     def __init__(self) -> None:
         self.peer: Peer | None = None
@@ -91,17 +91,17 @@ class KeeperLink(LinkEnd):
         return address
 
     @verb
-    async def move_instance(self, name: str, address: str, layout: str) -> None:
+    async def move_instance(self, name: str, address: str, layout: str, limit_s: float) -> None:
         """Move an instance to this LoRA Server.  Raises EngineDeadError for an absent instance."""
         for instance in self._registry.live:
             if instance.name == name:
-                await instance.client.call("join_lora_server", address, layout)
+                await instance.client.call("join_lora_server", address, layout, limit_s)
                 return
         raise EngineDeadError(f"{name} does not serve now")
 
     @verb
-    async def use_lora_server(self, address: str) -> None:
-        self._provision.use_lora_server(address)
+    async def use_lora_server(self, address: str, is_changing: bool) -> None:
+        self._provision.use_lora_server(address, is_changing)
 
 
 _KEEPER, _CONTROLLER = Interface(KeeperCalls), Interface(verbs_of(KeeperLink))
