@@ -181,7 +181,7 @@ def _places(role: str, other: Any) -> Iterator[Place]:
     call = {"id": "callid123", "type": "function", "function": {"name": "f", "arguments": {}}}
     calls = {"role": "assistant", "content": other, "tool_calls": [call]}
     message = {"role": role, **({"tool_call_id": "callid123", "name": "f"} if role == "tool" else {})}
-    openings: list[list[Message]] = [[], [user], [user, assistant], [user, calls]]
+    openings: list[list[dict[str, Any]]] = [[], [user], [user, assistant], [user, calls]]
     start = {"system": 0, "tool": 3}.get(role, 1)
     for head in openings[start:] + openings[:start]:
         for tail in ([user], []):
