@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from moe_lora.engine.text.chat_template import Message, joined_system
+from moe_lora.engine.text.chat_template import joined_system
 from moe_lora.serve.openai.converted import (
     ConvertedBody,
     ConvertedChat,
@@ -83,7 +84,7 @@ class MessagesChat(ConvertedChat):
     def converted(cls, data: Any) -> Self:
         body = cls.BODY.model_validate(data)
         unknown: dict[str, None] = {}
-        messages: list[Message] = messages_of(body.messages, unknown)
+        messages: Sequence[Any] = messages_of(body.messages, unknown)
         if body.system is not None:
             system = content_of(body.system, "system", ("text",), unknown)
             messages = joined_system([{"role": "system", "content": system}, *messages])
