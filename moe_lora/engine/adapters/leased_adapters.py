@@ -79,7 +79,7 @@ class LeasedAdapters(AdapterStore):
             self._unregister(packed.content_hash)
 
     def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
-        """Mapped from the server's host store; registered, unless `prepare` did so.  Raises as `prepare`."""
+        """Mapped from the server's host store; registered unless the leases know it.  Raises as `prepare`."""
         content_hash, store = packed.content_hash, self._server.store
         store.put(packed)
         try:
@@ -89,9 +89,10 @@ class LeasedAdapters(AdapterStore):
             store.remove(content_hash)
             store.put(packed)
             mapped = store.get(content_hash, packed.name)
-        if self._prepared.pop(content_hash, None) is None:
+        if not self._leases.knows(content_hash):
             self._register(packed)
         packed = super().keep(mapped, path)
+        self._prepared.pop(content_hash, None)
         self._mapped.setdefault(content_hash, mapped)
         return packed
 
