@@ -201,8 +201,9 @@ class PromptCompletion(CompletionFormat):
         num = self._prepared.sampling.logprobs or 0
         all_ids, found = [*prompt[1:], *token_ids], chain(scores, logprobs)
         num_cut = len(prompt) - 1  # the report may have more likely tokens
-        for start in range(0, len(all_ids), SLICE_TOKENS):
-            part = range(start, min(start + SLICE_TOKENS, len(all_ids)))
+        size = 1 if self._prepared.sampling.prompt_logprobs == -1 else SLICE_TOKENS
+        for start in range(0, len(all_ids), size):
+            part = range(start, min(start + size, len(all_ids)))
             cut = [structs_top(one, num) if n < num_cut else one for n, one in zip(part, found, strict=False)]
             yield super().logprobs(index, [all_ids[one] for one in part], cut)
 
