@@ -105,14 +105,15 @@ class LeasedAdapters(AdapterStore):
 
     def _register(self, packed: PackedAdapter) -> None:
         leases = None
-        try:
-            while leases is not self._leases:  # a move may have replaced them
-                leases = self._leases
+        while leases is not self._leases:  # a move may have replaced them
+            leases = self._leases
+            try:
                 leases.register(packed.content_hash)
-        except CapacityError as error:
-            self._prepared.pop(packed.content_hash, None)
-            about = f"adapter {packed.name!r} of {packed.nbytes / 1e9:.6f} GB"
-            raise type(error)(f"{about} can't be served by the LoRA Server: {error}") from error
+            except CapacityError as error:
+                if leases is self._leases:
+                    self._prepared.pop(packed.content_hash, None)
+                    about = f"adapter {packed.name!r} of {packed.nbytes / 1e9:.6f} GB"
+                    raise type(error)(f"{about} can't be served by the LoRA Server: {error}") from error
 
     def _unregister(self, content_hash: str) -> None:
         with self._lock:  # a `prepare` meanwhile registers after this

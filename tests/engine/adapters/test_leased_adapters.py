@@ -258,7 +258,8 @@ def test_an_adapter_beyond_the_server_s_memory_is_refused_before_the_engine_has_
         leases.keep(large)
 
 
-def test_an_adapter_that_is_prepared_during_a_move_is_known_to_the_next_server(leases, registered):
+@pytest.mark.parametrize("refuses", [False, True])
+def test_an_adapter_that_is_prepared_during_a_move_is_known_to_the_next_server(leases, registered, refuses):
     """The move ends while the former server answers."""
     former, following = leases._leases, []
 
@@ -268,6 +269,8 @@ def test_an_adapter_that_is_prepared_during_a_move_is_known_to_the_next_server(l
 
     def moved(adapter_id: str) -> None:
         leases._leases = Next()
+        if refuses:
+            raise CapacityError("too large")
 
     former.register = moved
     leases.prepare(random_adapter("a", SHAPE))
