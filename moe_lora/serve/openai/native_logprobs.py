@@ -64,17 +64,16 @@ async def add_prompt_side(
 
     Raises ApiError as `check_report`.
     """
-    entry = _entries(body, token_text)
     for item, delta in zip(items, whole, strict=True):
         check_report(delta)
-        await in_slices(_add(item["meta_info"], generation.prompt_of(delta.index), delta, body, entry))
+        await in_slices(_add(item["meta_info"], generation.prompt_of(delta.index), delta, body, token_text))
 
 
 def _add(
-    about: dict[str, Any], ids: Sequence[int], delta: Delta, body: NativeRequest, entry: Callable[..., Entry]
+    meta: dict[str, Any], ids: Sequence[int], delta: Delta, body: NativeRequest, text_of: Callable[[int], str]
 ) -> Iterator[bytes]:
     """One token at a time; the skipped tokens stay bytes."""
-    start, num_top = body.logprob_start_len or 0, body.logprobs
+    start, num_top, entry = body.logprob_start_len or 0, body.logprobs, _entries(body, text_of)
     num, content = (delta.prompt and delta.prompt.scores) or (0, b"")
     scores = token_logprobs(num, memoryview(content)[8 * (num + 1) * start :])
     found, tops = bytearray(to_json([entry(ids[start], None)])[:-1]), bytearray(b"[null")
@@ -83,6 +82,6 @@ def _add(
         if num_top:
             tops += b",%s" % to_json([entry(*pair) for pair in structs_top(one, num_top).top])
         yield b""
-    about["input_token_logprobs"] = msgspec.Raw(found + b"]")
+    meta["input_token_logprobs"] = msgspec.Raw(found + b"]")
     if num_top:
-        about["input_top_logprobs"] = msgspec.Raw(tops + b"]")
+        meta["input_top_logprobs"] = msgspec.Raw(tops + b"]")

@@ -332,8 +332,7 @@ def asked_of(
 
 
 def _too_many_choices(num_prompts: int, num_choices: int, most: int) -> ApiError:
-    given = f"{num_prompts} prompts with n={num_choices}"
-    what = f"{given} make more than {most} choices; send several requests"
+    what = f"{num_prompts} prompts with n={num_choices} make more than {most} choices; send several requests"
     return bad_request(what, "n", limit="choices")
 
 

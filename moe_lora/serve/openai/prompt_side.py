@@ -237,10 +237,9 @@ async def shown_scores(
     if num_top is None:
         return None
     check_report(delta)
-    report = delta.prompt
-    if report is None or report.logprobs is None:
+    if delta.prompt is None or delta.prompt.logprobs is None:
         return None
-    return await in_slices(_score_parts(form, prompt, report.logprobs, num_top))
+    return await in_slices(_score_parts(form, prompt, delta.prompt.logprobs, num_top))
 
 
 def _score_parts(
