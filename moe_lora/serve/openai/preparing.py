@@ -365,10 +365,9 @@ def _check_work(
     bounds: Bounds,
 ) -> None:
     """Raises ApiError above max_request_tokens; log probabilities of other tokens count."""
-    info, most = bounds.info, bounds.limits.max_request_tokens
+    info, most, scored = bounds.info, bounds.limits.max_request_tokens, sampling.prompt_logprobs
     others = info.vocab_size if sampling.logprobs == -1 else sampling.logprobs or 0
     others = len(sampling.logprob_token_ids) or others
-    scored = sampling.prompt_logprobs
     scores = 0 if scored is None else 1 + (info.vocab_size if scored == -1 else scored)
     scores += max(map(len, sampling.prompt_logprob_token_ids), default=0)
     work = body.num_choices * (sum(map(len, prompts)) * (1 + scores) + sum(answer_tokens) * (1 + others))
