@@ -410,7 +410,7 @@ class AsyncLLM(_Engine):
         answer = self._answer(prompt, adapter, self._prepared(sampling or self.default_sampling()))
         async for _ in self._pieces(answer):
             pass
-        return answer.completion()
+        return await _completion(answer)
 
     async def stream(
         self, prompt: Prompt, adapter: str | None = None, sampling: SamplingParams | None = None
@@ -433,7 +433,13 @@ class AsyncLLM(_Engine):
         except AdapterFailedError as error:
             answer.fail(str(error))
         if answer.problem is not None:
-            _raise_problems([answer], [answer.completion()])
+            _raise_problems([answer], [await _completion(answer)])
+
+
+async def _completion(answer: Answer) -> Completion:
+    """In a thread with log probabilities of the prompt."""
+    apart = answer.request.sampling.prompt_logprobs is not None
+    return await asyncio.to_thread(answer.completion) if apart else answer.completion()
 
 
 def _raise_problems(answers: Sequence[Answer], completions: Sequence[Completion]) -> None:

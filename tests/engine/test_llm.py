@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from transformers import BatchEncoding
 from demo.tasks import MAX_CHARS, MIN_CHARS, TASKS, prompt_for, sample_text
 from moe_lora import LLM, AsyncLLM, GenerationError, SamplingParams
 from moe_lora.core.errors import AdapterError, AdapterNotFoundError
+from moe_lora.core.request import TokenLogprobs
 from moe_lora.engine.adapters.copies import RankCopier
 
 DEMO = Path(__file__).parents[2] / "demo"
@@ -147,6 +149,24 @@ def test_a_tensor_is_a_prompt_in_asyncio_too():
         asyncio.run(answers(engine))
     finally:
         engine.close()
+
+
+def test_log_probabilities_of_a_prompt_are_made_outside_the_event_loop(monkeypatch):
+    threads, made = set(), TokenLogprobs.__init__
+
+    def noted(report: TokenLogprobs, *args: Any, **fields: Any) -> None:
+        threads.add(threading.current_thread())
+        made(report, *args, **fields)
+
+    monkeypatch.setattr(TokenLogprobs, "__init__", noted)
+    engine = AsyncLLM(str(DEMO / "model"), **SETTINGS)
+    try:
+        found = asyncio.run(engine.generate(IDS, None, replace(GREEDY, prompt_logprobs=1)))
+    finally:
+        engine.close()
+    assert len(found.prompt_logprobs) == len(IDS)
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 def test_lists_and_strings_in_sampling_stop_and_forbid_as_tuples_do(llm):

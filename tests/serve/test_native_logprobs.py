@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import struct
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from moe_lora.core.request import PromptReport, TokenLogprobs
 from moe_lora.engine.text.text import load_tokenizer
+from moe_lora.serve.http_errors import to_json
+from moe_lora.serve.openai import native_logprobs
 from tests.oracle import reference_logits
 
 from .test_prompt_side import MODEL, NAMES, ask, demo, reference, refused  # noqa: F401  (the fixture)
@@ -112,6 +118,28 @@ def test_streams_have_the_likeliest_so_far(demo):  # noqa: F811
     assert [[token for _, token, _ in top] for top in tops[-1]] == [
         [token for _, token, _ in top] for top in whole
     ]
+
+
+def test_skipped_tokens_make_no_objects_and_others_make_one_each(monkeypatch):
+    made, init = [], TokenLogprobs.__init__
+
+    def noted(report: TokenLogprobs, logprob: float, *args: Any) -> None:
+        made.append(logprob)
+        init(report, logprob, *args)
+
+    monkeypatch.setattr(TokenLogprobs, "__init__", noted)
+    monkeypatch.setattr(native_logprobs, "structs_top", lambda one, num: one)
+    rows = [struct.pack("<3f3i", -place, -1, -2, 1, 40, 7) for place in range(1, 9)]
+    delta = SimpleNamespace(prompt=PromptReport(scores=(2, b"".join(rows))), finish_reason="length", index=0)
+    body = SimpleNamespace(logprob_start_len=5, logprobs=2, return_text_in_logprobs=False)
+    item: dict[str, Any] = {"meta_info": {}}
+    generation = SimpleNamespace(prompt_of=lambda index: list(range(10, 19)))
+    asyncio.run(native_logprobs.add_prompt_side([item], [delta], generation, body, str))
+    assert made == [-6.0, -7.0, -8.0]
+    assert json.loads(to_json(item["meta_info"])) == {
+        "input_token_logprobs": [[None, 15, None], *([-place, 10 + place, None] for place in (6, 7, 8))],
+        "input_top_logprobs": [None, *[[[-1, 40, None], [-2, 7, None]]] * 3],
+    }
 
 
 @pytest.mark.parametrize(

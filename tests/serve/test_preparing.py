@@ -443,10 +443,13 @@ def test_choices_and_tokens_of_a_request_are_bounded_but_for_one_choice(tokenize
 def test_log_probabilities_of_a_prompt_fit_a_message(tokenizer, monkeypatch):
     monkeypatch.setattr(preparing, "MAX_REPORT_BYTES", 8 * 3 * 4)
     bodies = [{"prompt": [[5], [5] * num], "prompt_logprobs": 2, "max_tokens": 1} for num in (4, 5)]
-    fits, large = prepare([(CompletionRequest, one) for one in bodies], tokenizer)
+    bodies.append({"prompt": [5] * 5, "echo": True, "logprobs": 2, "max_tokens": 1})
+    fits, large, echoed = prepare([(CompletionRequest, one) for one in bodies], tokenizer)
     assert len(fits.prompts) == 2
-    assert "have 120 bytes, more than the 96 of one message; shorten" in large["error"]["message"]
-    assert (large["error"]["code"], large["error"]["param"]) == (400, "prompt_logprobs")
+    for refusal, param in ((large, "prompt_logprobs"), (echoed, "logprobs")):
+        assert "have 120 bytes, more than the 96 of one message; shorten" in refusal["error"]["message"]
+        assert refusal["error"]["message"].endswith("or ask for fewer log probabilities")
+        assert (refusal["error"]["code"], refusal["error"]["param"]) == (400, param)
 
 
 def test_an_answer_without_a_limit_counts_less_than_the_models_whole_context(tokenizer):

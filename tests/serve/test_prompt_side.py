@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
+from moe_lora.core.request import TokenLogprobs
 from moe_lora.engine.text.text import Tokenizer, load_tokenizer
 from moe_lora.serve.http_errors import to_json
 from moe_lora.serve.openai import prompt_side
@@ -267,6 +270,43 @@ def test_long_answers_are_encoded_in_slices(monkeypatch):
     found, seen = asyncio.run(run())
     assert found == b"12345"
     assert seen == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("num_top", "most"), [(-1, 1), (20, 16)])
+def test_an_echo_of_the_whole_vocabulary_lets_others_run_after_each_token(monkeypatch, num_top, most):
+    monkeypatch.setattr(prompt_side, "SLICE_S", 0.0)
+    made = 0
+
+    def scores():
+        nonlocal made
+        for made in range(1, 40):
+            yield TokenLogprobs(-made, 1, ((5, -1.0),))
+
+    async def run() -> list[int]:
+        body = SimpleNamespace(prompt_logprobs=None, num_choices=1)
+        sampling = SimpleNamespace(logprobs=num_top, prompt_logprobs=num_top)
+        prompt = list(range(40))
+        prepared = SimpleNamespace(body=body, sampling=sampling, echo=("x",), prompts=[prompt])
+        form = prompt_side.PromptCompletion(None, prepared, with_token_ids=False)
+        form.token_text = lambda token_id, is_first=False: str(token_id)
+        report = SimpleNamespace(logprobs=scores())
+        delta = SimpleNamespace(index=0, prompt=report, finish_reason="length", token_ids=[], logprobs=[])
+
+        async def whole() -> list[Any]:
+            return [delta]
+
+        seen = []
+        generation = SimpleNamespace(prompt_of=lambda index: prompt, whole=whole)
+        task = asyncio.create_task(form.collect(generation))
+        while not task.done():
+            seen.append(made)
+            await asyncio.sleep(0)
+        await task
+        return [*seen, made]
+
+    seen = asyncio.run(run())
+    assert max(after - before for before, after in itertools.pairwise(seen)) == most
+    assert seen[-1] == 39
 
 
 def test_encoded_parts_are_json_beside_any_text():

@@ -92,11 +92,16 @@ class LeaseClient:
     def connected(self) -> bool:
         return self._peer is not None
 
+    def knows(self, adapter_id: str) -> bool:
+        """True for a registered adapter without a failure."""
+        return adapter_id in self._registered and adapter_id not in self._rejected
+
     def register(self, adapter_id: str) -> None:
         """Register an adapter of the host store.  Raises CapacityError for a too large adapter."""
         network().run(self._register(adapter_id))
 
     def unregister(self, adapter_id: str) -> None:
+        self._registered.discard(adapter_id)
         network().loop.call_soon_threadsafe(self._unregister, adapter_id)
 
     def drop(self, adapter_id: str) -> None:

@@ -83,7 +83,7 @@ class LeasedAdapters(AdapterStore):
             self._unregister(packed.content_hash)
 
     def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
-        """Mapped from the server's host store; registered, unless `prepare` did so.  Raises as `prepare`."""
+        """Mapped from the server's host store; registered unless the leases know it.  Raises as `prepare`."""
         content_hash, store = packed.content_hash, self._server.store
         store.put(packed)
         try:
@@ -93,9 +93,10 @@ class LeasedAdapters(AdapterStore):
             store.remove(content_hash)
             store.put(packed)
             mapped = store.get(content_hash, packed.name)
-        if self._prepared.pop(content_hash, None) is None:
+        if not self._leases.knows(content_hash):
             self._register(packed)
         packed = super().keep(mapped, path)
+        self._prepared.pop(content_hash, None)
         self._mapped.setdefault(content_hash, mapped)
         return packed
 
@@ -108,14 +109,15 @@ class LeasedAdapters(AdapterStore):
 
     def _register(self, packed: PackedAdapter) -> None:
         leases = None
-        try:
-            while leases is not self._leases:  # a move may have replaced them
-                leases = self._leases
+        while leases is not self._leases:  # a move may have replaced them
+            leases = self._leases
+            try:
                 leases.register(packed.content_hash)
-        except CapacityError as error:
-            self._prepared.pop(packed.content_hash, None)
-            about = f"adapter {packed.name!r} of {packed.nbytes / 1e9:.6f} GB"
-            raise type(error)(f"{about} can't be served by the LoRA Server: {error}") from error
+            except CapacityError as error:
+                if leases is self._leases:
+                    self._prepared.pop(packed.content_hash, None)
+                    about = f"adapter {packed.name!r} of {packed.nbytes / 1e9:.6f} GB"
+                    raise type(error)(f"{about} can't be served by the LoRA Server: {error}") from error
 
     def _unregister(self, content_hash: str) -> None:
         with self._lock:  # a `prepare` meanwhile registers after this

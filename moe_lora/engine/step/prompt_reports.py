@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 LOGITS_BYTES = 64 << 20
 """Bytes of logits at once: [N, V] fp32."""
-MAX_BYTES = 1 << 30
-"""Log probabilities of a prompt in host memory."""
+MAX_BYTES = 64 << 20
+"""Log probabilities of one prompt.  Python's objects have 18 times the bytes."""
 
 
 class PromptRecord:

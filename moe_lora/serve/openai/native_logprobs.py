@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from moe_lora.core.request import TokenLogprobs
+import msgspec
+
+from moe_lora.core.request import TokenLogprobs, token_logprobs
 
 from .endpoints import LEAST_LOGPROB, to_json
 from .native import EncodedChoice, extend
-from .prompt_side import SLICE_TOKENS, check_report, in_slices, structs_top
+from .prompt_side import check_report, in_slices, structs_top
 
 if TYPE_CHECKING:
     from .generation import Delta, Generation
@@ -63,29 +64,24 @@ async def add_prompt_side(
 
     Raises ApiError as `check_report`.
     """
-    start, entry = body.logprob_start_len or 0, _entries(body, token_text)
     for item, delta in zip(items, whole, strict=True):
         check_report(delta)
-        ids = generation.prompt_of(delta.index)[start:]
-        first, rest = [entry(ids[0], None)], zip(ids[1:], _scores(delta, start), strict=True)
-        entries = (entry(token_id, one.logprob) for token_id, one in rest)
-        item["meta_info"]["input_token_logprobs"] = await in_slices(_encoded(first, entries))
-        if num := body.logprobs:
-            tops = ([entry(*pair) for pair in structs_top(one, num).top] for one in _scores(delta, start))
-            item["meta_info"]["input_top_logprobs"] = await in_slices(_encoded([None], tops))
+        await in_slices(_add(item["meta_info"], generation.prompt_of(delta.index), delta, body, token_text))
 
 
-def _scores(delta: Delta, start: int) -> Iterator[TokenLogprobs]:
-    return islice((delta.prompt and delta.prompt.logprobs) or (), start, None)
-
-
-def _encoded(first: list[Any], rest: Iterable[Any]) -> Iterator[bytes]:
-    """JSON of a list in parts."""
-    yield to_json(first)[:-1]
-    part: list[Any] = []
-    for one in rest:
-        part.append(one)
-        if len(part) == SLICE_TOKENS:
-            yield b",%s" % to_json(part)[1:-1]
-            part = []
-    yield b",%s]" % to_json(part)[1:-1] if part else b"]"
+def _add(
+    meta: dict[str, Any], ids: Sequence[int], delta: Delta, body: NativeRequest, text_of: Callable[[int], str]
+) -> Iterator[bytes]:
+    """One token at a time; the skipped tokens stay bytes."""
+    start, num_top, entry = body.logprob_start_len or 0, body.logprobs, _entries(body, text_of)
+    num, content = (delta.prompt and delta.prompt.scores) or (0, b"")
+    scores = token_logprobs(num, memoryview(content)[8 * (num + 1) * start :])
+    found, tops = bytearray(to_json([entry(ids[start], None)])[:-1]), bytearray(b"[null")
+    for token_id, one in zip(ids[start + 1 :], scores, strict=True):
+        found += b",%s" % to_json(entry(token_id, one.logprob))
+        if num_top:
+            tops += b",%s" % to_json([entry(*pair) for pair in structs_top(one, num_top).top])
+        yield b""
+    meta["input_token_logprobs"] = msgspec.Raw(found + b"]")
+    if num_top:
+        meta["input_top_logprobs"] = msgspec.Raw(tops + b"]")

@@ -332,8 +332,7 @@ def asked_of(
 
 
 def _too_many_choices(num_prompts: int, num_choices: int, most: int) -> ApiError:
-    given = f"{num_prompts} prompts with n={num_choices}"
-    what = f"{given} make more than {most} choices; send several requests"
+    what = f"{num_prompts} prompts with n={num_choices} make more than {most} choices; send several requests"
     return bad_request(what, "n", limit="choices")
 
 
@@ -362,25 +361,25 @@ def _check_work(
     sampling: SamplingParams,
     prompts: Sequence[Sequence[int]],
     answer_tokens: Sequence[int],
-    num_choices: int,
+    body: SamplingFields,
     bounds: Bounds,
 ) -> None:
     """Raises ApiError above max_request_tokens; log probabilities of other tokens count."""
-    info, most = bounds.info, bounds.limits.max_request_tokens
+    info, most, scored = bounds.info, bounds.limits.max_request_tokens, sampling.prompt_logprobs
     others = info.vocab_size if sampling.logprobs == -1 else sampling.logprobs or 0
     others = len(sampling.logprob_token_ids) or others
-    scored = sampling.prompt_logprobs
     scores = 0 if scored is None else 1 + (info.vocab_size if scored == -1 else scored)
     scores += max(map(len, sampling.prompt_logprob_token_ids), default=0)
-    work = num_choices * (sum(map(len, prompts)) * (1 + scores) + sum(answer_tokens) * (1 + others))
+    work = body.num_choices * (sum(map(len, prompts)) * (1 + scores) + sum(answer_tokens) * (1 + others))
     if work > most:
         what = f"all choices of the request may take {work} tokens, log probabilities of others included, "
         what += f"more than the {most} of one request; lower max_tokens, n, logprobs or prompt_logprobs"
         raise bad_request(what, "max_tokens", limit="request_tokens")
     if (num_bytes := 8 * scores * max(map(len, prompts))) > MAX_REPORT_BYTES:
         what = f"log probabilities of a prompt have {num_bytes} bytes, more than the {MAX_REPORT_BYTES} "
-        what += "of one message; shorten the prompt, or lower logprobs or prompt_logprobs"
-        raise bad_request(what, "prompt_logprobs", limit="request_tokens")
+        what += "of one message; shorten the prompt, or ask for fewer log probabilities"
+        param = "prompt_logprobs" if scored == body.prompt_logprobs else "logprobs"
+        raise bad_request(what, param, limit="request_tokens")
 
 
 def prepared(
@@ -410,7 +409,7 @@ def prepared(
     answer_tokens = [limit or min(room - len(one), _UNBOUNDED_ANSWER_TOKENS) for one in prompts]
     scored = sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids
     if body.num_choices * len(prompts) > 1 or scored or sampling.logprobs or sampling.logprob_token_ids:
-        _check_work(sampling, prompts, answer_tokens, body.num_choices, bounds)
+        _check_work(sampling, prompts, answer_tokens, body, bounds)
     ignored: tuple[str, ...] = ()
     if body.model_extra or body.stream_options is not None:
         ignored = tuple(map(shown_name, body.unknown_fields()))

@@ -201,8 +201,9 @@ class PromptCompletion(CompletionFormat):
         num = self._prepared.sampling.logprobs or 0
         all_ids, found = [*prompt[1:], *token_ids], chain(scores, logprobs)
         num_cut = len(prompt) - 1  # the report may have more likely tokens
-        for start in range(0, len(all_ids), SLICE_TOKENS):
-            part = range(start, min(start + SLICE_TOKENS, len(all_ids)))
+        size = 1 if self._prepared.sampling.prompt_logprobs == -1 else SLICE_TOKENS
+        for start in range(0, len(all_ids), size):
+            part = range(start, min(start + size, len(all_ids)))
             cut = [structs_top(one, num) if n < num_cut else one for n, one in zip(part, found, strict=False)]
             yield super().logprobs(index, [all_ids[one] for one in part], cut)
 
@@ -236,10 +237,9 @@ async def shown_scores(
     if num_top is None:
         return None
     check_report(delta)
-    report = delta.prompt
-    if report is None or report.logprobs is None:
+    if delta.prompt is None or delta.prompt.logprobs is None:
         return None
-    return await in_slices(_score_parts(form, prompt, report.logprobs, num_top))
+    return await in_slices(_score_parts(form, prompt, delta.prompt.logprobs, num_top))
 
 
 def _score_parts(

@@ -32,6 +32,9 @@ class TableClient:
         self._leases: dict[str, Lease] = {}
         self._num_asked = 0
 
+    def knows(self, adapter_id: str) -> bool:
+        return False
+
     def register(self, adapter_id: str) -> None:
         self._server.table.register(adapter_id, {0: {0: 1}})
 

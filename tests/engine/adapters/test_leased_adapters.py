@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_lora.core.errors import CapacityError
+from moe_lora.core.errors import CapacityError, LoraServerError
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
@@ -187,6 +187,46 @@ def test_the_engine_waits_for_no_register_of_a_prepared_adapter(leases, register
     assert registered == ["a", "b"], "it was not prepared"
 
 
+def test_the_engine_waits_for_no_register_of_two_loads_of_one_content(leases, registered):
+    loads = [leases.prepare(random_adapter("a", SHAPE)) for _ in range(2)]
+    for one in loads:
+        leases.keep(one)
+    assert registered == ["a", "a"]
+    for one in loads:
+        leases.forget(one)
+    until(lambda: not leases._leases.knows("a"))
+
+
+def test_an_adapter_whose_prepare_ends_just_before_the_move_is_registered_when_kept(leases, cluster):
+    client = cluster.client("two")
+    following = leases.leases_at(client)
+    following.succeed(leases._leases)
+    prepared = leases.prepare(random_adapter("a", SHAPE))
+    former = leases.lease_from(client, following)
+    adapter = AdapterVersion(1, 1, leases.keep(prepared), None)
+    assert following.knows("a")
+    held(leases, adapter)
+    assert adapter.lease is not None
+    former.stop()
+
+
+def test_an_adapter_that_fails_between_prepare_and_keep_is_served_again(leases):
+    prepared = leases.prepare(random_adapter("a", SHAPE))
+    leases._leases._fail("a", LoraServerError("rank 0 can't load it"))
+    adapter = AdapterVersion(1, 1, leases.keep(prepared), None)
+    held(leases, adapter)
+    assert adapter.lease is not None
+
+
+def test_a_keep_just_after_the_last_version_goes_registers_again(leases, registered):
+    first = add(leases, "a", 1)
+    leases.forget(first.packed)
+    second = add(leases, "a", 2)
+    assert registered == ["a", "a"]
+    held(leases, second)
+    assert leases._leases.knows("a")
+
+
 def test_an_undone_adapter_is_unregistered_but_for_another_version(leases):
     known = leases._leases._registered
     leases.undo_prepare(leases.prepare(random_adapter("a", SHAPE)))
@@ -218,7 +258,8 @@ def test_an_adapter_beyond_the_server_s_memory_is_refused_before_the_engine_has_
         leases.keep(large)
 
 
-def test_an_adapter_that_is_prepared_during_a_move_is_known_to_the_next_server(leases, registered):
+@pytest.mark.parametrize("refuses", [False, True])
+def test_an_adapter_that_is_prepared_during_a_move_is_known_to_the_next_server(leases, registered, refuses):
     """The move ends while the former server answers."""
     former, following = leases._leases, []
 
@@ -228,6 +269,8 @@ def test_an_adapter_that_is_prepared_during_a_move_is_known_to_the_next_server(l
 
     def moved(adapter_id: str) -> None:
         leases._leases = Next()
+        if refuses:
+            raise CapacityError("too large")
 
     former.register = moved
     leases.prepare(random_adapter("a", SHAPE))

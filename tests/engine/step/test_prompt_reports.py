@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from moe_lora import LLM, SamplingParams
-from moe_lora.core.request import NO_TOKEN, TokenLogprobs
+from moe_lora.core.request import NO_TOKEN, GenerateRequest, TokenLogprobs
 from moe_lora.engine.step import prompt_reports
 from tests.engine.test_oracle import smallest_kv_gb
 from tests.grids import diagonal
@@ -192,6 +193,14 @@ def test_scores_beyond_the_memory_are_refused(served, monkeypatch):  # noqa: F81
             llm.generate([prompt[:6]], None, whole)
         [found] = llm.generate([prompt[:5]], None, whole)
     assert len(found.prompt_logprobs) == 5
+
+
+def test_one_prompt_has_64_mib_at_most():
+    whole, least = replace(SCORED, prompt_logprobs=-1), 8 * (1 << 17)
+    for num, fits in ((65, True), (66, False)):
+        asked = GenerateRequest(request_id="a", prompt_token_ids=(1,) * num, sampling=whole)
+        with nullcontext() if fits else pytest.raises(ValueError, match=f"has {65 * least} bytes"):
+            prompt_reports.PromptRecord(asked, (1 << 17) - 1)
 
 
 @pytest.mark.parametrize("value", [-2, 21])
