@@ -62,15 +62,23 @@ LAYOUTS["folders with costs in policies"] = LAYOUTS["folders"] | {
 POLICIES_APART = {"make_caching_policy": "moe_lora.policies.caching.caching_policies:make_caching_policy"}
 
 
+def has(module: str) -> bool:
+    """True if the measured checkout has the module; False below a file, too."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def named(name: str) -> Any:
     """An object of the measured checkout."""
-    layout = LAYOUTS["folders" if find_spec("moe_lora.timing") else "flat"]
-    if find_spec("moe_lora.timing") and not find_spec("moe_lora.timing.host_times"):
+    layout = LAYOUTS["folders" if has("moe_lora.timing") else "flat"]
+    if has("moe_lora.timing") and not has("moe_lora.timing.host_times"):
         layout = LAYOUTS["folders with costs in policies"]
-    if find_spec("moe_lora.timing") and find_spec("moe_lora.policies.caching.caching_policies"):
+    if has("moe_lora.timing") and has("moe_lora.policies.caching.caching_policies"):
         layout = layout | POLICIES_APART
     layout = ALIKE | layout
-    if not find_spec("bench.harness.processes"):
+    if not has("bench.harness.processes"):
         layout["lora_server_processes"] = "moe_lora.assemble:lora_server_processes"
     module, _, attribute = layout[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
