@@ -41,8 +41,25 @@ BY_TOKENS = (
 ONLY_KV = ("first blocks copied", "last block sent")
 STEPS = {"tokens": BY_TOKENS, "kv": (*BY_TOKENS, *ONLY_KV)}
 """Of a move of each kind; the source owns the request until it is resumed at the target."""
+_MODELS = "upper", "demo", "upper", "demo", "reverse", "upper"
 _POLL_S = 0.002
 _LIMIT_S = 60.0
+
+
+def streamed_bodies(length: int, prompt_of: Callable[[int], list[int]]) -> list[dict[str, Any]]:
+    """Requests of adapters and the base, greedy and drawn by turns.  prompt_of: by a request's number."""
+    return [
+        {
+            "model": model,
+            "prompt": prompt_of(number),
+            "max_tokens": length,
+            "min_tokens": length,
+            "return_token_ids": True,
+            "stream": True,
+            **({"temperature": 1.0, "seed": number} if number % 2 else {"temperature": 0}),
+        }
+        for number, model in enumerate(_MODELS, 10)
+    ]
 
 
 class Stops:

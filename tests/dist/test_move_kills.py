@@ -19,23 +19,10 @@ from moe_lora.config import EngineConfig, FrontEndConfig
 from moe_lora.config.cluster import ClusterConfig
 
 from .cluster_jobs import DEMO, until
-from .move_steps import BY_TOKENS, MOVER, OTHER, SOURCE, STEPS, TARGET, SteppedCluster
+from .move_steps import BY_TOKENS, MOVER, OTHER, SOURCE, STEPS, TARGET, SteppedCluster, streamed_bodies
 
 LENGTH = 150
-BODIES = [
-    {
-        "model": model,
-        "prompt": list(range(first, first + 40)),
-        "max_tokens": LENGTH,
-        "min_tokens": LENGTH,
-        "return_token_ids": True,
-        "stream": True,
-        **({"temperature": 1.0, "seed": first} if first % 2 else {"temperature": 0}),
-    }
-    for model, first in zip(
-        ["upper", "demo", "upper", "demo", "reverse", "upper"], range(10, 16), strict=True
-    )
-]
+BODIES = streamed_bodies(LENGTH, lambda first: list(range(first, first + 40)))
 NUM_MOVER = 4
 """Of the streams, those that are asked of the front end that moves one."""
 CELLS = [

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from moe_lora.config import FrontEndConfig
 
-from .move_steps import MOVER, OTHER, SOURCE
+from .move_steps import MOVER, OTHER, SOURCE, streamed_bodies
 from .test_move_kills import NUM_MOVER, ROLES, Running, Stream, answers, running_cluster
 
 STEPS = (
@@ -25,20 +24,7 @@ STEPS = (
 LENGTH = 60
 CHUNK = 8
 """Tokens of a step: the first pages leave many steps before the first token."""
-BODIES: list[dict[str, Any]] = [
-    {
-        "model": model,
-        "prompt": [(first + 7 * place) % 90 + 10 for place in range(160)],
-        "max_tokens": LENGTH,
-        "min_tokens": LENGTH,
-        "return_token_ids": True,
-        "stream": True,
-        **({"temperature": 1.0, "seed": first} if first % 2 else {"temperature": 0}),
-    }
-    for model, first in zip(
-        ["upper", "demo", "upper", "demo", "reverse", "upper"], range(10, 16), strict=True
-    )
-]
+BODIES = streamed_bodies(LENGTH, lambda first: [(first + 7 * place) % 90 + 10 for place in range(160)])
 
 
 @pytest.fixture(scope="module")

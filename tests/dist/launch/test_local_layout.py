@@ -361,7 +361,7 @@ class Controller:
     """A separate controller of the host's instances.  address: of the server whose state it reads."""
 
     def __init__(self, host: Host) -> None:
-        self.provision, self.address = self, None
+        self.host, self.provision, self.address = host, self, None
         cluster = read_cluster(f"/dev/fd/{host.file}")
         controlled = SimpleNamespace(controller=self, instance_registry=host.registry)
         self.relayout = None
@@ -373,6 +373,13 @@ class Controller:
     async def connected(self) -> None:
         while self.address is None:
             await asyncio.sleep(0.001)
+
+    async def started_change(self) -> asyncio.Future[str]:
+        """A change to EP4-PP1, once all its ranks start."""
+        asking = asyncio.ensure_future(self.relayout("EP4-PP1", 7, PATIENCE_S))
+        while len(self.host.ranks.kept) < 6:
+            await asyncio.sleep(0.001)
+        return asking
 
     async def end(self) -> None:
         self.running.cancel()
@@ -458,9 +465,7 @@ def test_the_next_controller_hears_that_a_change_is_given_up(stack, tmp_path):
             first = Controller(host)
             await first.connected()
             assert not first.is_changing
-            asking = asyncio.ensure_future(first.relayout("EP4-PP1", 7, PATIENCE_S))
-            while len(host.ranks.kept) < 6:
-                await asyncio.sleep(0.001)
+            asking = await first.started_change()
             await first.end()
             with pytest.raises(ConnectionError):
                 await asking
@@ -485,9 +490,7 @@ def test_an_end_of_the_keeper_ends_a_change(stack, tmp_path):
         async with kept_by(host, tmp_path):
             controller = Controller(host)
             await controller.connected()
-            asking = asyncio.ensure_future(controller.relayout("EP4-PP1", 7, PATIENCE_S))
-            while len(host.ranks.kept) < 6:
-                await asyncio.sleep(0.001)
+            asking = await controller.started_change()
         with pytest.raises(ConnectionError):
             await asking
         await controller.end()
