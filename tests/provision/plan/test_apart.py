@@ -18,8 +18,9 @@ from moe_lora.provision.device_profile import read_profile, with_rates
 from moe_lora.provision.plan import compared, verify
 from moe_lora.provision.plan.checked import place_of, searched_loads
 from moe_lora.provision.plan.cluster_size import Cluster
-from moe_lora.provision.plan.compared import CoupledSearch, checked_plan, coupled_plan, with_apart
+from moe_lora.provision.plan.compared import checked_plan, with_apart
 from moe_lora.provision.plan.coupled import Apart, LargerSteps
+from moe_lora.provision.plan.coupled_search import CoupledSearch, coupled_plan
 from moe_lora.provision.plan.inputs import PlanInputs, SizedCluster
 from moe_lora.provision.plan.memory import miss_share
 from moe_lora.provision.plan.plan import Plan
