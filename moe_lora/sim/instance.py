@@ -134,6 +134,7 @@ class CachedInstance:
         self._is_over = is_over or (lambda: len(self.done) == len(requests))
         self.on_done: Callable[[CachedRequest], None] = self.done.append
         self.on_first_token: Callable[[CachedRequest], None] | None = None
+        self.on_prompt_step: Callable[[CachedRequest], None] | None = None
         self._received: dict[CachedRequest, Callable[[CachedRequest, bool], None]] = {}
         self._outstanding: int | None = None
         self._leaving: dict[CachedRequest, Callable[[CachedRequest], None]] = {}
@@ -183,6 +184,11 @@ class CachedInstance:
             self._outstanding = sum(one.num_uncomputed + one.num_left for one in self.unfinished)
         return self._outstanding
 
+    @property
+    def has_spare_seat(self) -> bool:
+        """True if a further request leaves a seat (`Scheduler.is_full`)."""
+        return len(self.unfinished) + 1 < max(2, self._config.max_num_seqs)
+
     def add(self, request: CachedRequest) -> None:
         """Queue a new or moved request."""
         self._outstanding = None
@@ -218,8 +224,9 @@ class CachedInstance:
         self.release(request)
         return True
 
-    def start_received(self, request: CachedRequest, num_kv: int) -> None:
-        """Continue a ready request, with KV of num_kv tokens."""
+    def start_received(self, request: CachedRequest, num_kv: int, source: CachedRequest) -> None:
+        """Continue a ready request, with KV of num_kv tokens, as at the source."""
+        request.follow(source)
         if request.awaits_kv:
             request.table.num_matched = num_kv
         request.awaits_kv = False
@@ -376,6 +383,8 @@ class CachedInstance:
         for item in plan:
             request = item.sequence
             if request.num_uncomputed:
+                if self.on_prompt_step is not None and not request.has_started and request.num_left > 1:
+                    self.on_prompt_step(request)
                 continue
             request.num_brought = 0
             if request.append(now_s):
