@@ -12,24 +12,34 @@ from moe_lora.core.errors import SloError
 from moe_lora.provision.device_profile import MissingRateError
 from moe_lora.workload.traces.records import Trace
 
-from .checked import PATIENCE, PlaceSearch, checked_server_plan, replaced, searched_loads
+from .checked import (
+    PATIENCE,
+    DividedSearch,
+    PlaceSearch,
+    checked_server_plan,
+    divided_plan,
+    replaced,
+    searched_loads,
+    smallest_place,
+)
 from .cluster_size import MS, Cluster
 from .coupled import Apart, LargerSteps
 from .coupled_search import CoupledSearch, coupled_plan
 from .inputs import PlanInputs, SizedCluster
 from .plan import Plan
-from .verify import ARRIVALS, Replay, missed_texts, planned_load, verdicts
+from .verify import ARRIVALS, PlannedLoad, Replay, missed_texts, planned_load, verdicts
 
 MOST = 4
 """Models size a LoRA Server up to this factor of coupled GPUs."""
+AT_SERVER = "a LoRA Server for answers, adapters of their own for instances with prompts"
 FARTHEST, BUSIEST = 1.5, 1.2
 """Of LoRA Servers in place of coupled instances: beyond `checked`'s limits, as replays decide."""
 
 
 def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
-    """The cheaper kind of cluster; the plan holds in replays of the trace and of Poisson arrivals.
+    """The cheapest kind of cluster; the plan holds in replays of the trace and of Poisson arrivals.
 
-    If another device computes prompts, sizes only a LoRA Server.  Raises SloError if neither kind holds,
+    If another device computes prompts, sizes only a LoRA Server.  Raises SloError if no kind holds,
     ConfigError for inputs without a size.
     """
     if inputs.prompts is None:
@@ -38,11 +48,66 @@ def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
     cluster.check_prompts()
     coupled, refused = _coupled(cluster, trace)
     coupled, apart = with_apart(cluster, trace, coupled)
-    plan = _cheaper(cluster, coupled, trace) if coupled else _server_only(inputs, trace, refused, apart)
-    if plan.kind == "coupled":
-        return replace(plan, apart=apart)
-    without = f"; without one {apart}" if apart else ""
-    return replace(plan, apart=f"not sized beside a LoRA Server{without}")
+    try:
+        plan = _cheaper(cluster, coupled, trace) if coupled else _server_only(inputs, trace, refused, apart)
+    except SloError as refusal:
+        divided, why = _at_server(cluster, trace, None, "")
+        if divided is None:
+            nor = f". Nor do answers alone beside a LoRA Server: {why}" if why else ""
+            raise SloError(f"{refusal}{nor}") from refusal
+        return replace(divided, compared=f"{AT_SERVER}, as nothing else holds the load: {refusal}")
+    divided, why = _at_server(cluster, trace, plan, apart)
+    if divided is not None:
+        other = "coupled instances take" if plan.kind == "coupled" else "a LoRA Server for prompts too takes"
+        fewer = plan.total_gpus - divided.total_gpus
+        return replace(divided, compared=f"{AT_SERVER}: {other} {fewer} GPUs more ({plan.total_gpus})")
+    if apart and plan.kind != "coupled":
+        apart = f"without a LoRA Server {apart}"
+    beside = f"beside a LoRA Server: {why}" if why else ""
+    return replace(plan, apart="; ".join(filter(None, (apart, beside))))
+
+
+def _at_server(cluster: Cluster, trace: Trace, than: Plan | None, apart: str) -> tuple[Plan | None, str]:
+    """The division beside a LoRA Server of fewer GPUs, or the reason; "": as without one.
+
+    apart: what holds for divisions without one.
+    """
+    inputs = cluster.inputs
+    if inputs.instance_gpus > 1:
+        return None, ""
+    if inputs.rate_per_s is None or inputs.global_batch or inputs.gpus or inputs.instances:
+        return None, "not sized for a given number"
+    try:
+        search = DividedSearch(cluster, _server_loads(inputs, trace), farthest=FARTHEST, busiest=BUSIEST)
+        if than is None:
+            place = smallest_place(search, None, "the models see no division that holds")
+        elif not sized(search, than.total_gpus - 1):
+            return None, f"by the models no division of fewer than {than.total_gpus} GPUs holds"
+        else:
+            found = smallest_server(search, than.total_gpus)
+            if found is None:
+                return None, f"no division of fewer than {than.total_gpus} GPUs holds"
+            place = found
+        plan = replace(divided_plan(cluster, place), checked=tuple(search.replayed(place)))
+    except MissingRateError:
+        return None, ""
+    except SloError as refused:
+        return None, f"{refused}"
+    arrivals = plan.checked[-1].arrivals
+    return replace(
+        plan,
+        apart=f"apart: {place.prefill_instances} of {place.num_instances} instances compute prompts, with "
+        f"{place.slots} adapters of their own ({_numbers(plan.checked, arrivals)}, with "
+        f"{ARRIVALS[arrivals]}); "
+        + (f"without a LoRA Server {apart}" if apart else _prompt_times(search.apart)),
+    ), ""
+
+
+def _server_loads(inputs: PlanInputs, trace: Trace) -> list[PlannedLoad]:
+    """All requests of a check too: the queue of a busy server grows slowly."""
+    assert inputs.rate_per_s is not None
+    rate_per_s = inputs.rate_per_s * (1 + inputs.load_margin)
+    return [*searched_loads(inputs, rate_per_s, trace), planned_load(inputs, rate_per_s, trace)]
 
 
 def _coupled(cluster: Cluster, trace: Trace) -> tuple[Plan | None, Exception | None]:
@@ -152,12 +217,8 @@ def _cheaper(cluster: Cluster, coupled: Plan, trace: Trace) -> Plan:
     inputs = cluster.inputs
     if inputs.global_batch is not None or inputs.gpus is not None or inputs.instances is not None:
         return _of_given(inputs, coupled, trace)
-    assert inputs.rate_per_s is not None
-    rate_per_s = inputs.rate_per_s * (1 + inputs.load_margin)
     try:
-        # All requests of a check too: the queue of a busy server grows slowly.
-        loads = [*searched_loads(inputs, rate_per_s, trace), planned_load(inputs, rate_per_s, trace)]
-        search = PlaceSearch(cluster, loads, farthest=FARTHEST, busiest=BUSIEST)
+        search = PlaceSearch(cluster, _server_loads(inputs, trace), farthest=FARTHEST, busiest=BUSIEST)
         if not sized(search, coupled.total_gpus - 1):
             return replace(coupled, compared=_coupled_wins(cluster, coupled, search))
         place = smallest_server(search, coupled.total_gpus)
