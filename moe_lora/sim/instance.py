@@ -110,6 +110,9 @@ class CachedInstance:
     with finished requests, by default adds to `done`.  samples: `UnifiedCache.usage` every second.
     """
 
+    on_prompt_step: Callable[[CachedRequest], None] | None = None
+    """Called after steps before a prompt's last."""
+
     def __init__(
         self,
         config: CachedConfig,
@@ -134,7 +137,6 @@ class CachedInstance:
         self._is_over = is_over or (lambda: len(self.done) == len(requests))
         self.on_done: Callable[[CachedRequest], None] = self.done.append
         self.on_first_token: Callable[[CachedRequest], None] | None = None
-        self.on_prompt_step: Callable[[CachedRequest], None] | None = None
         self._received: dict[CachedRequest, Callable[[CachedRequest, bool], None]] = {}
         self._outstanding: int | None = None
         self._leaving: dict[CachedRequest, Callable[[CachedRequest], None]] = {}
