@@ -62,7 +62,7 @@ def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
         fewer = plan.total_gpus - divided.total_gpus
         return replace(divided, compared=f"{AT_SERVER}: {other} {fewer} GPUs more ({plan.total_gpus})")
     if apart and plan.kind != "coupled":
-        apart = f"without a LoRA Server {apart}"
+        apart = f"without a LoRA Server: {apart}"
     beside = f"beside a LoRA Server: {why}" if why else ""
     return replace(plan, apart="; ".join(filter(None, (apart, beside))))
 
@@ -99,7 +99,7 @@ def _at_server(cluster: Cluster, trace: Trace, than: Plan | None, apart: str) ->
         apart=f"apart: {place.prefill_instances} of {place.num_instances} instances compute prompts, with "
         f"{place.slots} adapters of their own ({_numbers(plan.checked, arrivals)}, with "
         f"{ARRIVALS[arrivals]}); "
-        + (f"without a LoRA Server {apart}" if apart else _prompt_times(search.apart)),
+        + (f"without a LoRA Server: {apart}" if apart else _prompt_times(search.apart)),
     ), ""
 
 

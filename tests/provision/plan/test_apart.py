@@ -218,7 +218,7 @@ def test_a_lora_server_says_why_no_division_is_beside_it(
     monkeypatch.setattr(compared, "_cheaper", lambda *_: server)
     said = checked_plan(given(), LONG).apart
     why = "by the models no division of fewer than 3 GPUs holds"
-    assert said == f"without a LoRA Server together: as it is; beside a LoRA Server: {why}"
+    assert said == f"without a LoRA Server: together: as it is; beside a LoRA Server: {why}"
     said = checked_plan(given(gpus=3), LONG).apart
     assert said.endswith("; beside a LoRA Server: not sized for a given number")
 

@@ -46,7 +46,7 @@ def test_decode_rows_alone_pay_for_a_server_where_steps_are_tight(plan: Plan) ->
     assert plan.compared.startswith(f"{compared.AT_SERVER}: coupled instances take ")
     number = f"apart: {plan.prefill_instances} of {plan.instances} instances compute prompts, with 8 adapters"
     assert plan.apart.startswith(number)
-    assert "; without a LoRA Server apart: " in plan.apart
+    assert "; without a LoRA Server: apart: " in plan.apart
     parts = " ".join(plan.never_ran + plan.ran)
     assert "moves of KV between instances" in parts
     assert "a LoRA Server" in parts
