@@ -168,7 +168,8 @@ def _load_s(system: SystemConfig, adapters: LocalConfig) -> float:
 
 
 def _replicas(system: SystemConfig, shape: ModelShape, names: set[str]) -> ReplicasConfig:
-    adapters, instance, prompts, server = system.adapters, system.instance, system.prompts, None
+    adapters, instance, prompts = system.adapters, system.instance, system.prompts
+    server: SimServerConfig | None = None
     if isinstance(adapters, SimLoraServerConfig):
         server = _server(adapters, instance.num_layers, _load_s(system, adapters))
     config = _cached(system, instance, adapters, shape, names)

@@ -222,7 +222,7 @@ class System:
         self._router = config.router()
         self._listeners = listeners(self._router)
         self._lora_ranks = config.lora_ranks
-        self.instances = []
+        self.instances: list[SimInstance] = []
         for index in range(config.num_instances):
             instance, adapters = config.parts_of(index)
             step_time = StepTime(instance, remote=isinstance(adapters, SimLoraServerConfig))
