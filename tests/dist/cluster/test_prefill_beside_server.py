@@ -20,9 +20,11 @@ from moe_lora.engine.moving import KvTransfer
 from moe_lora.engine.sequence import Sequence
 from moe_lora.families import shape_of
 from tests.dist.lora_server.cluster import Cluster
+from tests.engine.publishing import runs_of
 
 from .test_migration import CONFIG, answer, ask, logprobs, tokens
 from .test_prefill_first import DECODE, PREFILL, made, moved_answer, over_a_link
+from .test_prompt_handoff import both_engines, published_meanwhile
 
 
 def cluster_of(server: LoraServerConfig) -> ClusterConfig:
@@ -72,6 +74,21 @@ def test_tokens_are_those_of_one_instance_and_the_lease_comes_before_the_kv(engi
     asyncio.run(both())
     assert leases
     assert None not in leases
+
+
+@pytest.mark.parametrize("on_publish", ["keep", "switch"])
+def test_publication_during_early_kv_mixes_no_versions(on_publish):
+    with (
+        Cluster(shape_of(read_config(Path(CONFIG.model_dir)))) as server,
+        both_engines(lora_server=server.config) as engines,
+    ):
+        publishing = published_meanwhile(engines, "both", on_publish)
+        fleet, outputs, (first, second) = asyncio.run(publishing)
+    if on_publish == "keep":
+        assert runs_of(outputs) == [(1, tuple(first))]
+        assert fleet.mover.num_moved == {"tokens": 0, "kv": 1}
+    else:
+        assert runs_of(outputs) == [(2, tuple(second))]
 
 
 def test_only_instances_for_answers_the_server_and_the_controller_have_the_server(monkeypatch):
