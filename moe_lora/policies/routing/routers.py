@@ -63,7 +63,10 @@ class AdapterAffinity:
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
         idlest = self._otherwise.choose(request, instances)
-        having = [one for one in instances if one.load.has(request.adapter)]
+        adapter = request.adapter
+        if idlest.load.has(adapter):
+            return idlest
+        having = [one for one in instances if adapter in (load := one.load).recent or adapter in load.used]
         if not having:
             return idlest
         chosen = self._otherwise.choose(request, having)

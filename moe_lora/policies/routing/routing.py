@@ -17,14 +17,15 @@ _OUTSTANDING = attrgetter("outstanding_tokens")
 class InstanceLoad:
     """Unfinished requests of an instance, by adapter (None: the base model).
 
-    waiting: without a token yet (in the simulator: queued).  running: decoding.  waiting_prompts: prompt
-    tokens.  num_changes: version, for cached sums.  recent: last used adapters, latest last.  num_elsewhere:
-    requests of other front ends.  held_back: a request waits for an adapter's slot.
+    waiting: without a token yet (in the simulator: queued).  running: decoding.  used: both.  waiting_prompts:
+    prompt tokens.  num_changes: version, for cached sums.  recent: last used adapters, latest last.
+    num_elsewhere: requests of other front ends.  held_back: a request waits for an adapter's slot.
     """
 
     def __init__(self, max_recent: int = MAX_RECENT) -> None:
         self.waiting: Counter[str | None] = Counter()
         self.running: Counter[str | None] = Counter()
+        self.used: dict[str | None, int] = {}
         self.waiting_prompts: Counter[str | None] = Counter()
         self.num_requests = self.num_elsewhere = self.waiting_tokens = self.num_changes = 0
         self.held_back = False
@@ -33,7 +34,7 @@ class InstanceLoad:
 
     def has(self, adapter: str | None) -> bool:
         """True if the adapter is likely there, or on its way."""
-        return adapter is None or adapter in self.recent or adapter in self.waiting or adapter in self.running
+        return adapter is None or adapter in self.recent or adapter in self.used
 
     def has_room(self, adapter: str | None, max_loras: int | None = None) -> bool:
         """True if the adapter is in use there, or has a place (Toppings section 5).
@@ -44,12 +45,11 @@ class InstanceLoad:
             return True
         if self.held_back:
             return False
-        if max_loras is None or adapter in self.waiting:
-            return True
-        return len((self.running.keys() | self.waiting.keys()) - {None}) < max_loras
+        return max_loras is None or adapter in self.used or len(self.used) - (None in self.used) < max_loras
 
     def add(self, adapter: str | None, prompt_tokens: int) -> None:
         """A request comes."""
+        self.used[adapter] = self.used.get(adapter, 0) + 1
         self.waiting[adapter] += 1
         self.waiting_prompts[adapter] += prompt_tokens
         self.num_requests += 1
@@ -73,6 +73,9 @@ class InstanceLoad:
     def end(self, adapter: str | None, prompt_tokens: int, *, started: bool) -> None:
         """The request is over."""
         self.num_requests -= 1
+        self.used[adapter] -= 1
+        if not self.used[adapter]:
+            del self.used[adapter]
         if not started:
             self._leave(adapter, prompt_tokens)
             return
@@ -84,10 +87,11 @@ class InstanceLoad:
     def _leave(self, adapter: str | None, prompt_tokens: int) -> None:
         self.waiting_tokens -= prompt_tokens
         self.num_changes += 1
-        for counts, number in ((self.waiting, 1), (self.waiting_prompts, prompt_tokens)):
-            counts[adapter] -= number
-            if not counts[adapter]:
-                del counts[adapter]
+        if self.waiting[adapter] == 1:
+            del self.waiting[adapter], self.waiting_prompts[adapter]
+        else:
+            self.waiting[adapter] -= 1
+            self.waiting_prompts[adapter] -= prompt_tokens
 
 
 class InstanceView(Protocol):
