@@ -66,10 +66,9 @@ class AdapterAffinity:
         adapter = request.adapter
         if idlest.load.has(adapter):
             return idlest
+        # As `InstanceLoad.has`, without a call for each of hundreds of instances.
         having = [one for one in instances if adapter in (load := one.load).recent or adapter in load.used]
-        if not having:
-            return idlest
-        chosen = self._otherwise.choose(request, having)
+        chosen = self._otherwise.choose(request, having or [idlest])
         limit = (1 + self._max_imbalance) * idlest.outstanding_tokens + self._slack_tokens
         return chosen if chosen.outstanding_tokens <= limit else idlest
 

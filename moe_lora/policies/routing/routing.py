@@ -17,9 +17,10 @@ _OUTSTANDING = attrgetter("outstanding_tokens")
 class InstanceLoad:
     """Unfinished requests of an instance, by adapter (None: the base model).
 
-    waiting: without a token yet (in the simulator: queued).  running: decoding.  used: both.  waiting_prompts:
-    prompt tokens.  num_changes: version, for cached sums.  recent: last used adapters, latest last.
-    num_elsewhere: requests of other front ends.  held_back: a request waits for an adapter's slot.
+    waiting: without a token yet (in the simulator: queued).  running: decoding.  used: both.
+    waiting_prompts: prompt tokens.  num_changes: version, for cached sums.
+    recent: last used adapters, latest last.  num_elsewhere: requests of other front ends.
+    held_back: a request waits for an adapter's slot.
     """
 
     def __init__(self, max_recent: int = MAX_RECENT) -> None:
@@ -41,11 +42,8 @@ class InstanceLoad:
 
         max_loras: on the device at once; None: limited by memory.
         """
-        if adapter is None or adapter in self.running:
-            return True
-        if self.held_back:
-            return False
-        return max_loras is None or adapter in self.used or len(self.used) - (None in self.used) < max_loras
+        fits = max_loras is None or adapter in self.used or len(self.used) - (None in self.used) < max_loras
+        return adapter is None or adapter in self.running or (fits and not self.held_back)
 
     def add(self, adapter: str | None, prompt_tokens: int) -> None:
         """A request comes."""
@@ -67,24 +65,6 @@ class InstanceLoad:
 
     def start(self, adapter: str | None, prompt_tokens: int) -> None:
         """The request has its first token."""
-        self._leave(adapter, prompt_tokens)
-        self.running[adapter] += 1
-
-    def end(self, adapter: str | None, prompt_tokens: int, *, started: bool) -> None:
-        """The request is over."""
-        self.num_requests -= 1
-        self.used[adapter] -= 1
-        if not self.used[adapter]:
-            del self.used[adapter]
-        if not started:
-            self._leave(adapter, prompt_tokens)
-            return
-        self.num_changes += 1
-        self.running[adapter] -= 1
-        if not self.running[adapter]:
-            del self.running[adapter]
-
-    def _leave(self, adapter: str | None, prompt_tokens: int) -> None:
         self.waiting_tokens -= prompt_tokens
         self.num_changes += 1
         if self.waiting[adapter] == 1:
@@ -92,6 +72,18 @@ class InstanceLoad:
         else:
             self.waiting[adapter] -= 1
             self.waiting_prompts[adapter] -= prompt_tokens
+        self.running[adapter] += 1
+
+    def end(self, adapter: str | None, prompt_tokens: int, *, started: bool) -> None:
+        """The request is over."""
+        if not started:
+            self.start(adapter, prompt_tokens)
+        self.num_requests -= 1
+        self.num_changes += 1
+        for counts in (self.used, self.running):
+            counts[adapter] -= 1
+            if not counts[adapter]:
+                del counts[adapter]
 
 
 class InstanceView(Protocol):
