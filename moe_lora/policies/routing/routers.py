@@ -66,7 +66,7 @@ class AdapterAffinity:
         adapter = request.adapter
         if idlest.load.has(adapter):
             return idlest
-        # As `InstanceLoad.has`, without a call for each of hundreds of instances.
+        # As `InstanceLoad.has`, without a call per instance: there may be hundreds.
         having = [one for one in instances if adapter in (load := one.load).recent or adapter in load.used]
         chosen = self._otherwise.choose(request, having or [idlest])
         limit = (1 + self._max_imbalance) * idlest.outstanding_tokens + self._slack_tokens

@@ -17,7 +17,7 @@ _OUTSTANDING = attrgetter("outstanding_tokens")
 class InstanceLoad:
     """Unfinished requests of an instance, by adapter (None: the base model).
 
-    waiting: without a token yet (in the simulator: queued).  running: decoding.  used: both.
+    waiting: without a token yet (in the simulator: queued).  running: decoding.  used: waiting and running.
     waiting_prompts: prompt tokens.  num_changes: version, for cached sums.
     recent: last used adapters, latest last.  num_elsewhere: requests of other front ends.
     held_back: a request waits for an adapter's slot.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers with kept counts choose as their rules say of all requests, counted anew."""
+"""Routers keep counts; rules that count all requests anew make the same choices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ADAPTERS = [None, *RANKS]
 
 @dataclass
 class Counted:
-    """An instance beside its requests: adapter, prompt tokens, whether a token came."""
+    """An instance beside its requests: adapter, prompt tokens, True after the first token."""
 
     instance: Instance
     requests: list[tuple[str | None, int, bool]] = field(default_factory=list)
