@@ -57,8 +57,10 @@ class ServerSession:
         answers: RemoteWindow,
         layout: FrameLayout,
         depth: int,
+        client_rank: int = 0,
     ) -> None:
         self.name = name
+        self.client_rank = client_rank
         self.instance = instance_number(instance)
         self.requests = requests
         self.answers = PeerFrames(transport, answers, layout.answer_bytes, depth)
@@ -154,12 +156,12 @@ class DataLoop:
         for site in sites:
             for request in _extremes(frame, layout, site):
                 out = torch.empty(
-                    request.num_rows, self._shape.sites[site].total_out_features, dtype=layout.dtype
+                    request.num_rows, layout.shape.sites[site].total_out_features, dtype=layout.dtype
                 )
                 place = request.slot, self.server_store.slots, self.server_store.arena
                 for rank in _WARM_RANKS:
                     request_deltas(
-                        request, self._shape, *place, out, kernel=self._lora_kernel, max_lora_rank=rank
+                        request, layout.shape, *place, out, kernel=self._lora_kernel, max_lora_rank=rank
                     )
 
     def add(self, session: ServerSession) -> None:
@@ -338,9 +340,11 @@ class DataLoop:
                 return STALE
             else:
                 slot = np.where(on_host.tokens, -1, slot)
+            if server_store.num_parts > 1:
+                slot = np.where(slot < 0, -1, slot * server_store.num_parts + session.client_rank)
             out = session.deltas(request)
             place = slot, server_store.slots, server_store.arena
-            request_deltas(request, self._shape, *place, out, kernel=self._lora_kernel)
+            request_deltas(request, session.layout.shape, *place, out, kernel=self._lora_kernel)
             if on_host is not None:
                 out[on_host.rows] = on_host.deltas
                 session.num_host_rows = len(on_host.rows)
