@@ -7,6 +7,7 @@ EPx-PPy cuts experts into x parts and layers into y stages, DPm cuts adapters (I
 A rank of P ranks with tensor parallelism asks for the deltas of the rank's part of a site (`core.shard`) with
 D inputs and N outputs.  Values a row: D + N/P with divided outputs, D/P + N with divided inputs, in one
 message and one answer.  No answer waits for another rank, and the rank can compute the part without a server.
+Inputs joined at the server would save D - D/P values with divided outputs, and break both promises.
 """
 
 from __future__ import annotations
