@@ -67,8 +67,11 @@ template <Codes kCodes>
 void tabled_tile(const PackedTile& t) {
     using Plain = ByteWeights<Avx512Bf16, bf16, kCodes>;
     // A table costs more than it saves where a group has a scale per row.
-    const bool shared = t.num_w > 1 && 4 * t.groups <= TabledBytes<kCodes>::kTables && t.group % 64 == 0 && t.scale[t.groups] == t.scale[0];
-    t.groups == 1 || shared ? many_tile<TabledBytes<kCodes>, Plain>(t) : many_tile<Plain>(t);
+    const bool shared = t.num_w > 1 && t.group % 64 == 0 && t.scale[t.groups] == t.scale[0];
+    if (t.groups == 1 || (shared && 4 * t.groups <= TabledBytes<kCodes>::kTables))
+        many_tile<TabledBytes<kCodes>, Plain>(t);
+    else
+        many_tile<Plain>(t);
 }
 }  // namespace
 

@@ -163,7 +163,7 @@ int32_t moe_lora_packed_linear(int32_t dtype, int32_t threads, const void* x, in
     const Codes codes = reader.codes();
     const auto unpack = isa().unpack[codes][dtype];
     const PackedDot dot_few = reader.fits_vectors() ? isa().dot_packed[codes][dtype] : PackedDot{};
-    const bool fits_many = dtype == kBf16 && reader.fits_vectors() && width % kManyStep == 0;
+    const bool fits_many = dtype == kBf16 && width > 0 && reader.fits_vectors() && width % kManyStep == 0;
     const PackedDot dot_many = fits_many ? isa().dot_many[codes] : PackedDot{nullptr, INT64_MAX, 0};
     run_tasks(int64_t(tasks.size()), threads, [&](int64_t i, int64_t) {
         const LinearTask& t = tasks[i];

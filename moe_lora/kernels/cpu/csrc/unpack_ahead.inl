@@ -174,8 +174,9 @@ template <class W>
 static void pairs_tile(const PackedTile& t) {
     using I = typename W::I;
     static thread_local Buffer<float> buffer;
-    const int64_t groups = num_row_groups(t.rows, I::kMaxRows), bytes = kPairsBytes;
-    const int64_t wanted = bytes / (t.width * int64_t(sizeof(float))), block = wanted < 2 * kPairsColumns ? kPairsColumns : wanted / kPairsColumns * kPairsColumns;
+    const int64_t groups = num_row_groups(t.rows, I::kMaxRows);
+    const int64_t wanted = kPairsBytes / (t.width * int64_t(sizeof(float)));
+    const int64_t block = wanted < 2 * kPairsColumns ? kPairsColumns : wanted / kPairsColumns * kPairsColumns;
     float* const unpacked = buffer.of(block * t.width);
     for (int64_t n0 = 0; n0 < t.num_w; n0 += block) {
         const PackedTile part = rows_of(t, n0, block);

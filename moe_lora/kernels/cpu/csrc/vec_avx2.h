@@ -108,8 +108,7 @@ struct Avx2 {
         asm volatile("" : "+r"(p));
         return p;
     }
-    // Parts of a loop over 12 sums, which leaves four registers: in assembler, in this order. Left to itself GCC 12 keeps
-    // a sum in memory.
+    // Parts of a loop over many sums, in assembler and in this order: GCC 12 would load a weight once per product.
     static inline V load_in_order(const float* p) {
         V value;
         asm volatile("vmovups %1, %0" : "=x"(value) : "m"(*(const __m256_u*)p));
@@ -122,7 +121,8 @@ struct Avx2 {
     }
     static inline V odd_in_order(const bf16* p) {
         V value;
-        asm volatile("vmovups %1, %0\n\tvandps %2, %0, %0" : "=x"(value) : "m"(*(const __m256_u*)p), "m"(*(const V*)kept()->odd));
+        asm volatile("vmovups %1, %0\n\tvandps %2, %0, %0" : "=x"(value)
+                     : "m"(*(const __m256_u*)p), "m"(*(const V*)kept()->odd));
         return value;
     }
     static inline void add_product_in_order(V& sum, V a, V b) {
