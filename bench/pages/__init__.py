@@ -64,4 +64,6 @@ TABLES = {
     "support": "support:matrix",
     "two-kills": "serving:two_kills",
     "elastic": "serving:elastic",
+    "elastic-layouts": "serving:layouts",
+    "prompt-handoff": "serving:prompt_handoff",
 }

@@ -56,24 +56,25 @@ def two_kills() -> str:
 
 
 def elastic() -> str:
-    """Requests of each phase over all runs; medians (worst) of TTFT P95, beside the first phase."""
-    found = records("elastic.jsonl")
-    runs, rows = [one["result"]["phases"] for one in found], []
-    for name in runs[0]:
-        here = [phases[name] for phases in runs]
-        ratios = [phases[name]["ttft_p95_s"] / phases["two"]["ttft_p95_s"] for phases in runs]
-        rows.append(
-            (
-                name,
-                *(str(sum(one[key] for one in here)) for key in ("requests", "failed")),
-                _worst([one["ttft_p95_s"] for one in here], " s", 2),
-                _worst(ratios, "", 2),
-            )
-        )
-    load = _range([one["result"]["load_1_min"] for one in found])
-    return table(
-        (f"{len(runs)} runs, load {load}", "requests", "failed", "TTFT P95", "of the P95 at two"), rows
-    )
+    """Requests of each phase while instances join and leave."""
+    return _phases("elastic.jsonl")
+
+
+def layouts() -> str:
+    """Requests of each phase while a LoRA Server's layout changes."""
+    return _phases("elastic_layouts.jsonl")
+
+
+def prompt_handoff() -> str:
+    """Seconds to the first and from it to the second token, by the link's share of compute and by way."""
+    found: dict[tuple[float, str], list[Config]] = defaultdict(list)
+    for one in records("prompt_handoff.jsonl"):
+        found[one["config"]["ratio"], one["config"]["way"]].append(one["result"])
+    rows = [
+        (f"{ratio:g}", way, *(_worst([one[key] for one in rounds], "", 2) for key in ("first_s", "second_s")))
+        for (ratio, way), rounds in sorted(found.items())
+    ]
+    return table(("link over compute", "KV goes", "first token, s", "from first to second, s"), rows)
 
 
 def cluster() -> str:
@@ -99,6 +100,28 @@ def prefill_first() -> str:
     ]
     head = "round", "two instances", "gap P50, ms", "P99", "P99.9", "tokens/s of streams"
     return table((*head, "first token P50, s", "P95"), rows)
+
+
+def _phases(name: str) -> str:
+    """Of all runs of a record: medians (worst) of TTFT P95, beside the first phase."""
+    found = records(name)
+    runs, rows = [one["result"]["phases"] for one in found], []
+    first = next(iter(runs[0]))
+    for name in runs[0]:
+        here = [phases[name] for phases in runs]
+        ratios = [phases[name]["ttft_p95_s"] / phases[first]["ttft_p95_s"] for phases in runs]
+        rows.append(
+            (
+                name,
+                *(str(sum(one[key] for one in here)) for key in ("requests", "failed")),
+                _worst([one["ttft_p95_s"] for one in here], " s", 2),
+                _worst(ratios, "", 2),
+            )
+        )
+    load = _range([one["result"]["load_1_min"] for one in found])
+    return table(
+        (f"{len(runs)} runs, load {load}", "requests", "failed", "TTFT P95", f"of the P95 at {first}"), rows
+    )
 
 
 def _worst(values: list[float], unit: str, digits: int = 1) -> str:
