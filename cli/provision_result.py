@@ -266,6 +266,8 @@ def deployment(plan: Plan) -> str:
         instances += f", {plan.prefill_instances} of them for prompts"
     if plan.kind == "coupled":
         return f"{instances}, with {plan.slots} adapters on each"
+    if plan.prefill_instances:
+        instances += f" with {plan.prefill_slots} adapters on each, the others"
     return f"{instances} beside a LoRA Server of {_gpus(plan.lora_server_gpus)} ({plan.layout})"
 
 
@@ -309,6 +311,13 @@ def _beside_weights(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _kv(plan: Plan) -> dict[str, Any]:
+    """One size for both kinds beside a LoRA Server: prompt instances have adapters in it."""
+    if plan.prefill_slots:
+        return {"arena_mb": round(plan.kv_gb_per_rank * 1e3, 3), "max_loras": plan.prefill_slots}
+    return {"kv_cache_gb": plan.kv_gb_per_rank}
+
+
 PLACEHOLDER_DIR = "MODEL_DIR"
 
 
@@ -328,7 +337,7 @@ def plan_yaml(
             **({"max_num_batched_tokens": tokens} if tokens else {}),
             **{name: number for name, number in plan.parallel.items() if number > 1},
             "num_instances": plan.instances,
-            "kv_cache_gb": plan.kv_gb_per_rank,
+            **_kv(plan),
             **({"max_model_len": plan.max_model_len} if plan.max_model_len else {}),
             **(_beside_weights(plan) if plan.kind == "coupled" else {}),
             **engine,

@@ -27,7 +27,8 @@ from moe_lora.config.plan import PlanGoals
 from moe_lora.core.errors import SloError
 from moe_lora.provision.plan.checked import PlaceSearch, place_of, searched_loads
 from moe_lora.provision.plan.cluster_size import Cluster
-from moe_lora.provision.plan.compared import CoupledSearch, checked_plan
+from moe_lora.provision.plan.compared import checked_plan
+from moe_lora.provision.plan.coupled_search import CoupledSearch
 from moe_lora.provision.plan.inputs import PlanInputs, SizedCluster, prompt_load
 from moe_lora.provision.plan.memory import KNOWN_MODELS
 from moe_lora.provision.plan.plan import Plan

@@ -118,11 +118,13 @@ class ClusterConfig:
                 self._check_resolver(self.sources.resolver)
 
     def _check_prefill_instances(self) -> None:
+        server = self.lora_server
         others = {
             "front_end.migration": self.front_end.migration != "off",
             "front_end.placement": self.front_end.placement is not None,
             "sources.resolver": self.has_resolver,
             "instances of several ranks": self.engine.num_ranks > 1,
+            "lora_server.device_puts": server is not None and server.device_puts != "none",
         }
         for other, is_set in others.items():
             if is_set:
@@ -271,7 +273,8 @@ class ClusterConfig:
     def instance(self, name: str = "instance-0") -> EngineConfig:
         """Settings of the instance of that name, its LoRA Server where the file says.
 
-        Raises ConfigError for what a role on another host could not find out by itself.
+        Instances for prompts have adapters of their own.  Raises ConfigError for what a role on another host
+        could not find out by itself.
         """
         model = self.engine.performance_model or self.front_end.performance_model
         shares = shares_of(name, self.devices)
@@ -279,7 +282,7 @@ class ClusterConfig:
         engine = replace(
             self.engine, instance=name, performance_model=model, device=device, device_shares=shares
         )
-        if self.lora_server is None:
+        if self.lora_server is None or name in self.front_end.prefill_instances:
             return engine
         for setting, example in (("address", "10.0.0.2:7500"), ("store_dir", "/var/tmp/adapters")):
             if not getattr(self.lora_server, setting):
@@ -302,7 +305,7 @@ class ClusterConfig:
             )
         device = "cuda" if shares else self.engine.device
         own = shares[local_rank : local_rank + 1]
-        return replace(self.instance(), device=device, device_shares=own)
+        return replace(self.instance(LORA_SERVER), device=device, device_shares=own)
 
     def engines_address(self) -> str:
         """Where instances dial the one front end in.  Raises ConfigError without one."""

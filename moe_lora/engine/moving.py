@@ -352,10 +352,13 @@ class RequestMoves:
         return num + sum(not one.early for one in self._scheduler.waiting)
 
     def _has_place(self, sequence: Sequence) -> bool:
-        """With an adapter, an early hold has pages and a window at once."""
-        waits = sequence.waits.adapter_s is None
-        has_pages = waits or self._kv.window(sequence.request.request_id) is not None
-        return has_pages and sequence in self._scheduler.loading
+        """With an adapter, an early hold has pages and a window at once; a lease takes a while."""
+        scheduler = self._scheduler
+        if sequence.waits.adapter_s is None:
+            waits_for_lease = scheduler.waits_for_others and sequence in scheduler.waiting
+            return waits_for_lease or sequence in scheduler.loading
+        has_window = self._kv.window(sequence.request.request_id) is not None
+        return has_window and sequence in scheduler.loading
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate pages, if need be pages of early holds."""

@@ -95,6 +95,11 @@ class Scheduler(Generic[Sequence]):
         return len(self.loading) + sum(one.waits.is_held_back for one in self.waiting)
 
     @property
+    def waits_for_others(self) -> bool:
+        """True if an adapter's readiness may depend on another process."""
+        return self._adapters.waits_for_others
+
+    @property
     def is_full(self) -> bool:
         """True without a seat to spare; one seat alone may be in use."""
         return len(self.running) + len(self.loading) >= max(2, self._limits.max_num_seqs)

@@ -110,6 +110,9 @@ class CachedInstance:
     with finished requests, by default adds to `done`.  samples: `UnifiedCache.usage` every second.
     """
 
+    on_prompt_step: Callable[[CachedRequest], None] | None = None
+    """Called after steps before a prompt's last."""
+
     def __init__(
         self,
         config: CachedConfig,
@@ -183,6 +186,11 @@ class CachedInstance:
             self._outstanding = sum(one.num_uncomputed + one.num_left for one in self.unfinished)
         return self._outstanding
 
+    @property
+    def has_spare_seat(self) -> bool:
+        """True if a further request leaves a seat (`Scheduler.is_full`)."""
+        return len(self.unfinished) + 1 < max(2, self._config.max_num_seqs)
+
     def add(self, request: CachedRequest) -> None:
         """Queue a new or moved request."""
         self._outstanding = None
@@ -218,8 +226,9 @@ class CachedInstance:
         self.release(request)
         return True
 
-    def start_received(self, request: CachedRequest, num_kv: int) -> None:
-        """Continue a ready request, with KV of num_kv tokens."""
+    def start_received(self, request: CachedRequest, num_kv: int, source: CachedRequest) -> None:
+        """Continue a ready request, with KV of num_kv tokens, as at the source."""
+        request.follow(source)
         if request.awaits_kv:
             request.table.num_matched = num_kv
         request.awaits_kv = False
@@ -376,6 +385,8 @@ class CachedInstance:
         for item in plan:
             request = item.sequence
             if request.num_uncomputed:
+                if self.on_prompt_step is not None and not request.has_started and request.num_left > 1:
+                    self.on_prompt_step(request)
                 continue
             request.num_brought = 0
             if request.append(now_s):

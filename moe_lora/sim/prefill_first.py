@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts on separate instances, in both simulators: with its first token a request moves.
 
-As `dist.cluster.prefill_first`, but KV leaves after the first token.  A prompt waits for prompt instances,
-however full.  After the first token the request keeps pages, adapter and seat there until a target, chosen by
-the router, admits the request between two steps; the KV comes, and the answer goes on.
+As `dist.cluster.prefill_first`.  After the first of several steps of a prompt, a target chosen by the router
+has the adapter and pages; KV of each step leaves beside later steps.  After the first token the request keeps
+pages, adapter and seat until the rest of its KV has left.  A prompt waits for prompt instances, however full.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_lora.timing.host_times import LinkTime
 from .events import EventQueue
 
 MOVE_READY_S = 5.0
-"""Limit for a target's adapter and pages (`dist.cluster.migration.ACK_S`)."""
+"""Limit after the first token for a target's adapter and pages (`dist.cluster.migration.ACK_S`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,26 @@ class PrefillConfig:
             )
 
 
+@dataclass(slots=True, eq=False)
+class _Move:
+    """moved: the request at the target.  num_done, num_sent: tokens with KV, and on the link."""
+
+    source: Any
+    request: Any
+    target: Any
+    moved: Any = None
+    num_done: int = 0
+    num_sent: int = 0
+    is_ready: bool = False
+    takes_kv: bool = False
+    has_token: bool = False
+
+
 class PrefillFirst:
     """Moves between instances; one transfer at a time leaves an instance.
 
-    A target not ready within MOVE_READY_S loses the request: the answer goes on at the source.
+    A target not ready within MOVE_READY_S loses the request: the answer goes on at the source.  A target
+    without a seat to spare holds no unfinished prompt.
     """
 
     def __init__(
@@ -60,27 +76,56 @@ class PrefillFirst:
         self._events, self._router = events, router
         self._token_bytes, self._link = config.kv_token_bytes, LinkTime(config.link_bytes_per_s)
         self._free_s = [-math.inf] * config.num_instances
+        self._early: dict[Any, _Move | None] = {}
+        """Of unfinished prompts after a step; None: the target had no seat to spare."""
         for instance in self.for_prompts:
+            instance.on_prompt_step = partial(self._send_early, instance)
             instance.on_first_token = partial(self._move, instance)
 
+    def _send_early(self, source: Any, request: Any) -> None:
+        if request not in self._early:
+            target = self._router.choose(request, self._for_answers)
+            has_seat = target.has_spare_seat
+            self._early[request] = self._start(source, request, target) if has_seat else None
+        move = self._early[request]
+        if move is not None:
+            move.num_done = request.num_computed
+            self._send(move)
+
     def _move(self, source: Any, request: Any) -> None:
-        target = self._router.choose(request, self._for_answers)
-        moved = target.receive(request, partial(self._send, source, request, target))
-        limit_s = self._events.now_s() + MOVE_READY_S
-        self._events.at(limit_s, partial(self._give_up, source, request, target, moved))
+        move = self._early.pop(request, None)
+        if move is None:
+            move = self._start(source, request, self._router.choose(request, self._for_answers))
+        move.num_done, move.has_token = request.num_computed, True
+        self._send(move)
+        self._events.at(self._events.now_s() + MOVE_READY_S, partial(self._give_up, move))
 
-    def _send(self, source: Any, request: Any, target: Any, moved: Any, takes_kv: bool) -> None:
-        num_kv = request.num_computed if takes_kv else 0
-        start_s = max(self._free_s[source.index], self._events.now_s())
-        end_s = self._free_s[source.index] = start_s + self._link.seconds(num_kv * self._token_bytes)
-        self._events.at(end_s, partial(self._hand_over, source, request, target, moved, num_kv))
+    def _start(self, source: Any, request: Any, target: Any) -> _Move:
+        move = _Move(source, request, target)
+        move.moved = target.receive(request, partial(self._set_ready, move))
+        return move
 
-    def _hand_over(self, source: Any, request: Any, target: Any, moved: Any, num_kv: int) -> None:
+    def _set_ready(self, move: _Move, moved: Any, takes_kv: bool) -> None:
+        move.moved, move.is_ready, move.takes_kv = moved, True, takes_kv
+        self._send(move)
+
+    def _send(self, move: _Move) -> None:
+        num_new = max(0, move.num_done - move.num_sent) if move.takes_kv else 0
+        if not move.is_ready or not (num_new or move.has_token):
+            return
+        index = move.source.index
+        start_s = max(self._free_s[index], self._events.now_s())
+        self._free_s[index] = start_s + self._link.seconds(num_new * self._token_bytes)
+        move.num_sent += num_new
+        if move.has_token:
+            self._events.at(self._free_s[index], partial(self._hand_over, move))
+
+    def _hand_over(self, move: _Move) -> None:
         self.num_moved += 1
-        source.release(request)
-        target.start_received(moved, num_kv)
+        move.source.release(move.request)
+        move.target.start_received(move.moved, move.num_sent, move.request)
 
-    def _give_up(self, source: Any, request: Any, target: Any, moved: Any) -> None:
-        if target.remove(moved):
+    def _give_up(self, move: _Move) -> None:
+        if move.target.remove(move.moved):
             self.num_failed += 1
-            source.resume(request)
+            move.source.resume(move.request)

@@ -56,7 +56,7 @@ class ReplicasConfig:
     """preloaded: adapters on each replica's device at the start, given room.
 
     migration: None, or off: requests stay.  server: the LoRA Server, with all adapters.  prefill: instances
-    for prompts; None: each does both.
+    for prompts; None: each does both.  prompts: these instances, beside a LoRA Server.
     """
 
     num_replicas: int
@@ -67,10 +67,13 @@ class ReplicasConfig:
     migration: SimMigration | None = None
     server: SimServerConfig | None = None
     prefill: PrefillConfig | None = None
+    prompts: CachedConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.prefill is not None and (self.migration is not None or self.server is not None):
-            raise ConfigError("prefill has moves of its own, without a LoRA Server; leave the others out")
+        if self.prefill is not None and self.migration is not None:
+            raise ConfigError("prefill has moves of its own; leave migration out")
+        if (self.prefill is not None and self.server is not None) == (self.prompts is None):
+            raise ConfigError("beside a LoRA Server, and only there, give prompt instances of their own")
         if self.server is not None and (
             self.instance.layers is None or any(self.instance.adapter_pages.values())
         ):
@@ -111,17 +114,7 @@ class Replicas:
         self._router = config.router()
         self._listeners = listeners(self._router)
         self.server = None if config.server is None else SimServer(config.server, self.events)
-        self.instances = [
-            CachedInstance(
-                config.instance,
-                config.caching(),
-                index=index,
-                events=self.events,
-                is_over=self._is_over,
-                server=self.server,
-            )
-            for index in range(config.num_replicas)
-        ]
+        self.instances = [self._made(index) for index in range(config.num_replicas)]
         for instance in self.instances:
             instance.on_done = self._finish
         self._for_prompts: Sequence[CachedInstance] = self.instances
@@ -139,6 +132,20 @@ class Replicas:
             self._steps = config.instance.time.step_model(1.0, 0.0)
             self.events.at(migration.check_s, partial(self._look, migration, self.policy))
         self.events.run()
+
+    def _made(self, index: int) -> CachedInstance:
+        config, server = self._config.instance, self.server
+        prefill = self._config.prefill
+        if self._config.prompts is not None and prefill is not None and index < prefill.num_instances:
+            config, server = self._config.prompts, None
+        return CachedInstance(
+            config,
+            self._config.caching(),
+            index=index,
+            events=self.events,
+            is_over=self._is_over,
+            server=server,
+        )
 
     @property
     def num_plans(self) -> int:

@@ -97,17 +97,23 @@ class CachedRequest:
         self.load_tokens = len(self.tokens)
 
     def continued(self) -> CachedRequest:
-        """The request for another instance, held until its KV comes."""
+        """The request for another instance, held until its KV comes; early: before the first token."""
         moved = CachedRequest(
             self.planned,
             num_cached=self.num_cached,
             held=True,
             awaits_kv=True,
+            early=math.isnan(self.first_token_s),
             waits=replace(self.waits),
             first_token_s=self.first_token_s,
         )
         moved.tokens, moved.num_left, moved.load_tokens = list(self.tokens), self.num_left, len(self.tokens)
         return moved
+
+    def follow(self, source: CachedRequest) -> None:
+        """Have the source's answer so far."""
+        self.tokens, self.num_left = list(source.tokens), source.num_left
+        self.first_token_s, self.early = source.first_token_s, False
 
     def append(self, now_s: float) -> bool:
         """Add the answer's next token; True for the last."""

@@ -7,7 +7,7 @@ A decode row takes 10 ms, a prompt token 1 ms, of any batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,13 +23,15 @@ from moe_lora.provision.replayed.system_config import (
     InstanceConfig,
     LocalConfig,
     PlacementConfig,
+    PromptInstances,
+    SimLoraServerConfig,
     StepRows,
     SystemConfig,
 )
 from moe_lora.sim.instance import CachedConfig
 from moe_lora.sim.lora_server import SimServerConfig
 from moe_lora.sim.prefill_first import MOVE_READY_S, PrefillConfig
-from moe_lora.sim.replicas import Replicas, ReplicasConfig
+from moe_lora.sim.replicas import Replicas, ReplicasConfig, SimMigration
 from moe_lora.timing.step_model import TransformerTime
 from moe_lora.workload.replay_plan import PlannedRequest, TurnRequest
 
@@ -67,14 +69,23 @@ def prefill(num_instances: int = 1, bytes_per_s: float = AT_ONCE) -> PrefillConf
 
 
 def fast(
-    asked: Sequence[PlannedRequest], config: PrefillConfig, num_instances: int = 2, **limits: Any
+    asked: Sequence[PlannedRequest],
+    config: PrefillConfig,
+    num_instances: int = 2,
+    lease_s: float | None = None,
+    **limits: Any,
 ) -> Ran:
+    """lease_s: of a LoRA Server beside the instances for answers."""
+    instance = InstanceConfig(layers=Layers(), **limits)
+    local = LocalConfig(capacity=8, blocking=False, prefetched=["a"])
+    at_server = SimLoraServerConfig(capacity=8, control_s=lease_s or 0.0, prefetched=["a"])
     system = System(
         SystemConfig(
             num_instances=num_instances,
-            instance=InstanceConfig(layers=Layers(), **limits),
-            adapters=LocalConfig(capacity=8, blocking=False),
+            instance=instance,
+            adapters=local if lease_s is None else at_server,
             prefill=config,
+            prompts=None if lease_s is None else PromptInstances(instance=instance, adapters=local),
         )
     )
     system.replay(asked)
@@ -88,11 +99,13 @@ def real(
     config: PrefillConfig,
     num_instances: int = 2,
     num_device_pages: int = 2000,
+    lease_s: float | None = None,
     **limits: Any,
 ) -> Ran:
-    instance = CachedConfig(
+    names = {one.adapter for one in asked if one.adapter is not None}
+    prompts = CachedConfig(
         time=TIME,
-        adapter_pages={one.adapter: 1 for one in asked if one.adapter is not None},
+        adapter_pages=dict.fromkeys(names, 1),
         num_device_pages=num_device_pages,
         num_host_pages=0,
         link_bytes_per_s=AT_ONCE,
@@ -100,13 +113,20 @@ def real(
         layers=Layers().layer_s,
         **limits,
     )
+    server = None
+    if lease_s is not None:
+        settings: dict[str, Any] = {"num_layers": 1, "layer_load_s": 0.0, "control_s": lease_s}
+        server = SimServerConfig(capacity=8, prefetched=["a"], **settings)
     replicas = Replicas(
         ReplicasConfig(
             num_replicas=num_instances,
-            instance=instance,
-            caching=lambda: make_caching_policy("lru", instance.costs()),
+            instance=prompts if server is None else replace(prompts, adapter_pages=dict.fromkeys(names, 0)),
+            caching=lambda: make_caching_policy("lru", prompts.costs()),
             router=LeastOutstanding,
+            preloaded=[["a"] if "a" in names else [], *[[]] * (num_instances - 1)],
+            server=server,
             prefill=config,
+            prompts=None if server is None else prompts,
         ),
         turns(asked),
     )
@@ -172,6 +192,43 @@ def test_a_full_target_returns_the_answer_and_prompts_wait_for_their_instance(
 
 
 @SIMULATORS
+def test_kv_of_a_step_leaves_beside_later_steps(run: Callable[..., Ran]) -> None:
+    # Steps of 100, 100 and 50 tokens end at 0.1, 0.2 and 0.25.  KV (1000 tokens/s) leaves from 0.1 to 0.3,
+    # the last step's to 0.35.
+    found = run(requests((0.0, 250, 2)), prefill(bytes_per_s=1000.0), max_num_batched_tokens=100)
+    assert stamps(found) == [pytest.approx((0.25, 0.36))]
+    assert (found.num_moved, found.num_failed) == (1, 0)
+
+
+@SIMULATORS
+def test_early_kv_waits_for_the_link_as_other_kv_does(run: Callable[..., Ran]) -> None:
+    # From 0.01 on: 60 tokens of the second prompt with 40 of the third, then its last 30, to 0.11 and 0.14.
+    # The second's KV leaves until 0.17, the third's 40 tokens until 0.21, its 30 until 0.24.
+    asked = requests((0.0, 10, 1), (0.002, 60, 2), (0.004, 70, 2))
+    found = run(asked, prefill(bytes_per_s=1000.0), max_num_batched_tokens=100)
+    assert stamps(found) == [pytest.approx(one) for one in ((0.01, 0.01), (0.11, 0.18), (0.14, 0.25))]
+
+
+@SIMULATORS
+def test_a_target_without_a_seat_to_spare_has_no_unfinished_prompt(run: Callable[..., Ran]) -> None:
+    # The first answers until 0.23, in one of two seats.  The second's 150 tokens end at 0.165; the target
+    # admits it between steps, at 0.17, and all of its KV leaves then, until 0.32.
+    asked = requests((0.0, 10, 22), (0.015, 150, 2))
+    found = run(asked, prefill(bytes_per_s=1000.0), max_num_batched_tokens=100, max_num_seqs=2)
+    assert stamps(found) == [pytest.approx(one) for one in ((0.01, 0.23), (0.165, 0.33))]
+
+
+@SIMULATORS
+def test_kv_waits_for_the_adapters_lease_at_the_lora_server(run: Callable[..., Ran]) -> None:
+    # The prompt's instance has the adapter.  Steps of 100 and 50 tokens end at 0.11 and 0.16; the lease comes
+    # at 0.13, so KV leaves from 0.13 to 0.28.
+    asked = requests((0.01, 150, 2), adapter="a")
+    found = run(asked, prefill(bytes_per_s=1000.0), lease_s=0.02, max_num_batched_tokens=100)
+    assert stamps(found) == [pytest.approx((0.16, 0.29))]
+    assert (found.num_moved, found.num_failed) == (1, 0)
+
+
+@SIMULATORS
 def test_an_answer_of_one_token_does_not_move(run: Callable[..., Ran]) -> None:
     found = run(requests((0.0, 20, 1)), prefill())
     assert stamps(found) == [pytest.approx((0.02, 0.02))]
@@ -214,10 +271,12 @@ def drawn(seed: int, number: int = 60) -> list[PlannedRequest]:
 @pytest.mark.parametrize(
     "run",
     [
-        partial(fast, kv_tokens=400, max_num_seqs=6),
-        partial(real, num_device_pages=28, max_num_seqs=6),
+        partial(fast, kv_tokens=400, max_num_seqs=6, max_num_batched_tokens=40),
+        partial(real, num_device_pages=28, max_num_seqs=6, max_num_batched_tokens=40),
+        partial(fast, lease_s=0.02, kv_tokens=400, max_num_seqs=6, max_num_batched_tokens=40),
+        partial(real, lease_s=0.02, num_device_pages=28, max_num_seqs=6, max_num_batched_tokens=40),
     ],
-    ids=["replayed", "sim"],
+    ids=["replayed", "sim", "replayed beside a server", "sim beside a server"],
 )
 def test_each_request_ends_once_and_nothing_is_held_afterwards(
     run: Callable[..., Ran], bytes_per_s: float, seed: int
@@ -244,17 +303,18 @@ def test_both_kinds_of_instances_are_needed(run: Callable[..., Ran], number: int
         run(requests((0.0, 1, 1)), prefill(number))
 
 
-def test_other_moves_and_servers_are_refused() -> None:
-    layers = InstanceConfig(layers=Layers())
+def test_other_moves_are_refused_and_a_server_needs_prompt_instances() -> None:
+    layers, local = InstanceConfig(layers=Layers()), LocalConfig(capacity=1)
     common: dict[str, Any] = {"num_instances": 2, "prefill": prefill()}
-    placed = PlacementConfig(planner=lambda: lambda tokens, seconds: {})
-    for more in ({"adapters": server(1)}, {"adapters": LocalConfig(capacity=1), "placement": placed}):
-        with pytest.raises(ConfigError, match="without LoRA Server and placement"):
+    own = PromptInstances(instance=layers, adapters=local)
+    for more in ({"adapters": server(1)}, {"adapters": local, "prompts": own}):
+        with pytest.raises(ConfigError, match="beside a LoRA Server, and only there"):
             SystemConfig(instance=layers, **common, **more)
+    placed = PlacementConfig(planner=lambda: lambda tokens, seconds: {})
+    with pytest.raises(ConfigError, match="without placement"):
+        SystemConfig(instance=layers, adapters=local, placement=placed, **common)
     with pytest.raises(ConfigError, match="another device computes the prompts"):
-        SystemConfig(
-            instance=InstanceConfig(profile=flat_profile()), adapters=LocalConfig(capacity=1), **common
-        )
+        SystemConfig(instance=InstanceConfig(profile=flat_profile()), adapters=local, **common)
     cached = CachedConfig(
         time=TIME,
         adapter_pages={},
@@ -263,12 +323,9 @@ def test_other_moves_and_servers_are_refused() -> None:
         link_bytes_per_s=1.0,
         layers=Layers().layer_s,
     )
+    settings: dict[str, Any] = {"num_replicas": 2, "instance": cached, "router": LeastOutstanding}
+    settings |= {"caching": lambda: make_caching_policy("lru", cached.costs()), "prefill": prefill()}
     with pytest.raises(ConfigError, match="prefill has moves of its own"):
-        ReplicasConfig(
-            num_replicas=2,
-            instance=cached,
-            caching=lambda: make_caching_policy("lru", cached.costs()),
-            router=LeastOutstanding,
-            prefill=prefill(),
-            server=SimServerConfig(capacity=1, num_layers=1, layer_load_s=0.0),
-        )
+        ReplicasConfig(migration=SimMigration(), **settings)
+    with pytest.raises(ConfigError, match="beside a LoRA Server, and only there"):
+        ReplicasConfig(server=SimServerConfig(capacity=1, num_layers=1, layer_load_s=0.0), **settings)

@@ -87,7 +87,7 @@ async def local_instances(
         routes = replace(routes, router=router)
     with ExitStack() as stack:
         folder = stack.enter_context(OwnFolder())
-        if cluster.lora_server is None:
+        if cluster.lora_server is None or cluster.front_end.prefill_instances:
             kept = stack.enter_context(run_folder(config.state_dir))
             config = replace(config, contents_dir=str(kept / "contents"))
         cluster = on_sockets(replace(cluster, engine=config), 1, str(folder))
@@ -182,7 +182,8 @@ class OwnServer:
         async def change(layout: str, capacity: int, limit_s: float) -> str:
             from .local_layout import ControlledInstances, LayoutChange
 
-            found = ControlledInstances(instances, controlled.instance_registry)
+            apart = cluster_in(file).front_end.prefill_instances
+            found = ControlledInstances(instances, controlled.instance_registry, apart)
             return await LayoutChange(self, file, found).to(layout, capacity, limit_s)
 
         assert controlled.controller.provision is not None

@@ -54,18 +54,19 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class ControlledInstances:
-    """Instances of this process's controller."""
+    """Instances of this process's controller.  apart: without the LoRA Server."""
 
     roles: HostRoles
     registry: InstanceRegistry
+    apart: Collection[str] = ()
 
     @property
     def running(self) -> Mapping[str, int]:
-        return self.roles.running
+        return {name: pid for name, pid in self.roles.running.items() if name not in self.apart}
 
     @property
     def serving(self) -> Collection[str]:
-        return {one.name for one in self.registry.live}
+        return {one.name for one in self.registry.live if one.name not in self.apart}
 
     def kill(self, name: str) -> None:
         self.roles.kill(name)
@@ -218,7 +219,8 @@ class LayoutKeeper(LinkEnd):
         super().__init__()
         self._own, self._file, self._changing = own, file, asyncio.Lock()
         cluster = cluster_in(file)
-        self._names = set(instance_names(cluster.engine.num_instances))
+        apart = set(cluster.front_end.prefill_instances)
+        self._names = set(instance_names(cluster.engine.num_instances)) - apart
         self._address = Address(path=keeper_socket(cluster))
 
     @asynccontextmanager

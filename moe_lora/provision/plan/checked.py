@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 from moe_lora.core.errors import SloError
 from moe_lora.core.partition import Layout
@@ -15,10 +16,13 @@ from moe_lora.workload.traces.records import Trace
 
 from . import verify
 from .cluster_size import Cluster
+from .coupled import MOST_PROMPTS, Apart
+from .evidence import evidence
 from .inputs import CHUNK_TOKENS, PlanInputs, SizedCluster
-from .plan import CHECK, Plan, make_plan, plan_of
+from .memory import BLOCK_TOKENS, miss_share
+from .plan import CHECK, Plan, assumptions, make_plan, plan_of
 from .sizing import candidate
-from .verify import PlannedLoad, Replay, holds, missed_texts, planned_load, replays, verdicts
+from .verify import TAIL, PlannedLoad, Replay, holds, missed_texts, planned_load, replays, verdicts
 
 TRIED_AT_ONCE = 4
 """Replayed clusters per GPU count."""
@@ -51,6 +55,7 @@ class PlaceSearch:
         busiest: float = BUSIEST,
     ) -> None:
         self._inputs, self._cluster, self._loads = cluster.inputs, cluster, loads
+        self._replayed, self._near = cluster, cache(self._nearness)
         self.instance_gpus = cluster.inputs.instance_gpus
         self._farthest, self._busiest = farthest, busiest
         self._found: dict[SizedCluster, list[Replay]] = {}
@@ -71,19 +76,23 @@ class PlaceSearch:
         """Replays of the last load, or of the first failed."""
         if place not in self._found:
             for load in self._loads:
-                self._found[place] = replays(self._cluster, place, load, to_the_end=False)
+                self._found[place] = replays(self._replayed, place, load, to_the_end=False)
                 if not holds(self._inputs, self._found[place]):
                     break
         return self._found[place]
 
     def of(self, num_gpus: int, farthest: float | None = None) -> list[SizedCluster]:
         """Clusters of num_gpus GPUs within the models' limits, largest margin first."""
-        near = [
-            (self._nearness(layout, number), layout.ep, number, layout)
+        most = self._farthest if farthest is None else farthest
+        near = [one for one in self._candidates(num_gpus) if one[0] <= most]
+        return [place for *_, place in sorted(near, key=lambda one: one[:2])]
+
+    def _candidates(self, num_gpus: int) -> list[tuple[float, int, SizedCluster]]:
+        """With nearness, and EP degree."""
+        return [
+            (self._near(layout, number), layout.ep, SizedCluster(layout, number))
             for layout, number in self._all_of(num_gpus)
         ]
-        near = [one for one in near if one[0] <= (self._farthest if farthest is None else farthest)]
-        return [SizedCluster(layout, number) for *_, number, layout in sorted(near, key=lambda one: one[:2])]
 
     def holding(self, num_gpus: int, at_most: int = TRIED_AT_ONCE) -> SizedCluster | None:
         """The first promising cluster that holds, or None."""
@@ -144,6 +153,34 @@ class PlaceSearch:
         )
 
 
+class DividedSearch(PlaceSearch):
+    """Instances for answers beside a LoRA Server, and instances for prompts with adapters of their own.
+
+    Raises MissingRateError without a rate for KV.
+    """
+
+    def __init__(
+        self, cluster: Cluster, loads: Sequence[PlannedLoad], *, farthest: float, busiest: float
+    ) -> None:
+        self.apart = Apart(cluster)
+        super().__init__(self.apart.cluster, loads, farthest=farthest, busiest=busiest)
+        self._inputs, self._replayed = cluster.inputs, cluster
+
+    def _candidates(self, num_gpus: int) -> list[tuple[float, int, SizedCluster]]:
+        apart, slots = self.apart, self.apart.own_slots
+        kv_tokens = self._cluster.kv_requests * self._inputs.context_tokens
+        if not slots or kv_tokens < apart.prompts.longest_kv_tokens:
+            return []
+        found = []
+        for number in apart.prompt_numbers(num_gpus - 2):
+            share = apart.prompts_share(number) / MOST_PROMPTS
+            for near, ep, place in super()._candidates(num_gpus - number):
+                instances = number + place.num_instances
+                divided = SizedCluster(place.layout, instances, slots, number, apart.full_step)
+                found.append((max(near, share), ep, divided))
+        return found
+
+
 def checked_server_plan(inputs: PlanInputs, trace: Trace) -> Plan:
     """The plan of `make_plan`, or the nearest that holds in replays of the trace and of Poisson arrivals.
 
@@ -160,7 +197,7 @@ def checked_server_plan(inputs: PlanInputs, trace: Trace) -> Plan:
         refusal, rate_per_s = str(refused), inputs.rate_per_s * (1 + inputs.load_margin)
     cluster = Cluster(inputs)
     search = PlaceSearch(cluster, searched_loads(inputs, rate_per_s, trace))
-    place = _smallest(search, modelled, refusal)
+    place = smallest_place(search, modelled, refusal)
     if modelled is None or place != place_of(modelled):
         modelled = replaced(cluster, place, modelled)
     return replace(modelled, checked=tuple(search.replayed(place)))
@@ -174,6 +211,32 @@ def replaced(cluster: Cluster, place: SizedCluster, modelled: Plan | None) -> Pl
         binding_constraint=CHECK,
         serviceable_rate_per_s=None if modelled is None else modelled.serviceable_rate_per_s,
         rate_limited_by=None if modelled is None else modelled.rate_limited_by,
+    )
+
+
+def divided_plan(cluster: Cluster, place: SizedCluster) -> Plan:
+    """The plan of a place of `DividedSearch`; rows and layers are those of answers."""
+    apart, inputs = Apart(cluster), cluster.inputs
+    plan = replaced(apart.cluster, SizedCluster(place.layout, place.num_decoding), None)
+    misses = miss_share(inputs.probabilities, place.slots)
+    prompt_s = apart.prompt_s(place, plan.tpot_s) + (apart.load_s(place.slots) if misses > TAIL else 0.0)
+    kv_bytes = plan.kv_gb_per_rank * 1e9 - inputs.coupled_adapter_bytes
+    tokens = int(kv_bytes / inputs.kv_token_bytes) // BLOCK_TOKENS * BLOCK_TOKENS
+    return replace(
+        plan,
+        instances=place.num_instances,
+        total_gpus=place.num_gpus(inputs.instance_gpus),
+        prefill_instances=place.prefill_instances,
+        prefill_slots=place.slots,
+        full_steps=True,
+        prompt_share=apart.prompts_share(place.prefill_instances, place.step_tokens),
+        max_num_batched_tokens=max(place.step_tokens, plan.max_num_seqs),
+        max_model_len=tokens if tokens < inputs.shape.max_position else None,
+        loads_per_s=plan.loads_per_s + plan.rate_per_s * inputs.adapter_share * misses,
+        p95_ttft_s=None if plan.p95_ttft_s is None else plan.p95_ttft_s + prompt_s,
+        inputs=inputs.to_json(),
+        assumptions=assumptions(inputs, plan.global_batch),
+        **evidence(inputs, place, plan.rate_per_s),
     )
 
 
@@ -198,7 +261,10 @@ def place_of(plan: Plan) -> SizedCluster:
     if plan.kind == "coupled":
         tokens = plan.max_num_batched_tokens if plan.full_steps else None
         return SizedCluster(None, plan.instances, plan.slots, plan.prefill_instances, tokens or 0)
-    return SizedCluster(Layout.parse(plan.layout), plan.instances)
+    tokens = plan.max_num_batched_tokens if plan.full_steps else None
+    return SizedCluster(
+        Layout.parse(plan.layout), plan.instances, plan.prefill_slots, plan.prefill_instances, tokens or 0
+    )
 
 
 def planned_rate(inputs: PlanInputs, plan: Plan) -> float:
@@ -209,7 +275,8 @@ def planned_rate(inputs: PlanInputs, plan: Plan) -> float:
     return inputs.rate_per_s * (1 + inputs.load_margin)
 
 
-def _smallest(search: PlaceSearch, modelled: Plan | None, refusal: str) -> SizedCluster:
+def smallest_place(search: PlaceSearch, modelled: Plan | None, refusal: str) -> SizedCluster:
+    """The smallest cluster found.  modelled: the models' plan; None: refused.  Raises SloError."""
     if modelled is not None and modelled.serviceable_rate_per_s is not None:
         return _in_budget(search, modelled)
     place, nearest, failed = None, None, set[int]()

@@ -176,6 +176,8 @@ NEAR = 1.05
 """Of the least time a prompt token: a step has the fewest tokens within this factor."""
 FURTHER = 8
 """Instances for prompts: at most twice the fewest, and these."""
+AT_ONCE = 4
+"""Longest requests with KV on a prompt instance beside a LoRA Server."""
 
 
 class LargerSteps(Coupled):
@@ -256,9 +258,25 @@ class Apart(LargerSteps):
 
     def places(self, num_instances: int) -> list[SizedCluster]:
         """Numbers of instances for prompts, from the fewest."""
+        numbers = self.prompt_numbers(num_instances - 1)
+        return self._places(num_instances, [(one, self.full_step) for one in numbers])
+
+    def prompt_numbers(self, most: int) -> range:
+        """Numbers of instances for prompts up to `most`."""
         fewest = math.ceil(self.prompts_share(1) / MOST_PROMPTS)
-        most = min(num_instances - 1, 2 * fewest + FURTHER)
-        return self._places(num_instances, [(one, self.full_step) for one in range(fewest, most + 1)])
+        return range(fewest, min(most, 2 * fewest + FURTHER) + 1)
+
+    @cached_property
+    def own_slots(self) -> int:
+        """Adapters of a prompt instance beside a LoRA Server; 0: the KV of prompts leaves no room.
+
+        Beside a step and AT_ONCE longest requests; with prefix hits, half of the room is further KV.
+        """
+        inputs = self._inputs
+        kv_bytes = (self.full_step + AT_ONCE * self.prompts.longest_kv_tokens) * inputs.kv_token_bytes
+        fitting = int((self._room - kv_bytes) / inputs.coupled_adapter_bytes)
+        fitting = math.ceil(fitting / 2) if self.prompts.hit_share else fitting
+        return max(0, min(len(inputs.probabilities), fitting))
 
 
 def sizing_of(cluster: Cluster, place: SizedCluster) -> Coupled:

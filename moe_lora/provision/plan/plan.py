@@ -253,6 +253,8 @@ class Plan:
     """Reason for this kind."""
     prefill_instances: int = 0
     """Instances for prompts alone."""
+    prefill_slots: int = 0
+    """Adapters on each of them beside a LoRA Server."""
     full_steps: bool = False
     """Steps of prompt tokens may exceed the TPOT SLO; the mean keeps it."""
     apart: str = ""

@@ -15,7 +15,13 @@ from moe_lora.config.engine import CACHE_POLICIES
 from moe_lora.core.shape import ModelShape
 from moe_lora.policies.caching.caching import make_caching_policy
 from moe_lora.provision.replayed.system import simulate
-from moe_lora.provision.replayed.system_config import SimLoraServerConfig, StatedHits, SystemConfig
+from moe_lora.provision.replayed.system_config import (
+    InstanceConfig,
+    LocalConfig,
+    SimLoraServerConfig,
+    StatedHits,
+    SystemConfig,
+)
 from moe_lora.sim.instance import CachedConfig
 from moe_lora.sim.lora_server import SimServerConfig
 from moe_lora.sim.replicas import Replicas, ReplicasConfig
@@ -41,7 +47,8 @@ PROMPT_TOKENS = 64
 """Tokens of a KV page: the engine's default."""
 NOT_REPLAYED = (
     "messages between processes, lost processes, experts of unequal load, turns of instances at each layer "
-    "of the LoRA Server, adapters of other than the mean size, and second trials of failed moves"
+    "of the LoRA Server, adapters of other than the mean size, early holds that give way, and second trials "
+    "of failed moves"
 )
 
 
@@ -137,7 +144,8 @@ def _real(
 ) -> list[_Judged]:
     """Requests judged on REAL; arrivals start after the first adapters' load."""
     config = _replicas(system, shape, {one.adapter for one in requests if one.adapter is not None})
-    begin_s = len(system.adapters.prefetched) * _load_s(system) if config.preloaded else 0.0
+    local = system.adapters if system.prompts is None else system.prompts.adapters
+    begin_s = len(local.prefetched) * _load_s(system, local) if config.preloaded else 0.0
     found: list[_Judged] = []
     num_done = 0
 
@@ -153,24 +161,47 @@ def _real(
     return found
 
 
-def _load_s(system: SystemConfig) -> float:
+def _load_s(system: SystemConfig, adapters: LocalConfig) -> float:
     """Of an adapter."""
     assert isinstance(system.adapter_bytes, float)
-    return LinkTime(system.adapters.load_bytes_per_s).seconds(system.adapter_bytes)
+    return LinkTime(adapters.load_bytes_per_s).seconds(system.adapter_bytes)
 
 
 def _replicas(system: SystemConfig, shape: ModelShape, names: set[str]) -> ReplicasConfig:
-    adapters, instance = system.adapters, system.instance
-    server = None
+    adapters, instance, prompts = system.adapters, system.instance, system.prompts
+    server: SimServerConfig | None = None
     if isinstance(adapters, SimLoraServerConfig):
-        server = _server(adapters, instance.num_layers, _load_s(system))
+        server = _server(adapters, instance.num_layers, _load_s(system, adapters))
+    config = _cached(system, instance, adapters, shape, names)
+    local = None if prompts is None else _cached(system, prompts.instance, prompts.adapters, shape, names)
+    preloaded: list[Sequence[str]] = [adapters.prefetched] * system.num_instances if server is None else []
+    if prompts is not None and system.prefill is not None:
+        number = system.prefill.num_instances
+        preloaded = [prompts.adapters.prefetched] * number + [()] * (system.num_instances - number)
+    return ReplicasConfig(
+        num_replicas=system.num_instances,
+        instance=config,
+        caching=lambda: make_caching_policy(CACHE_POLICIES[0], config.costs()),
+        router=system.router,
+        preloaded=preloaded,
+        server=server,
+        prefill=system.prefill,
+        prompts=local,
+    )
+
+
+def _cached(
+    system: SystemConfig, instance: InstanceConfig, adapters: LocalConfig, shape: ModelShape, names: set[str]
+) -> CachedConfig:
+    """An instance with these adapters beside the weights, or at a LoRA Server."""
+    is_local = not isinstance(adapters, SimLoraServerConfig)
     page_bytes = BLOCK_TOKENS * shape.kv_bytes_per_token()
     assert isinstance(system.adapter_bytes, float)
     assert instance.layers is not None
-    pages = 0 if server is not None else math.ceil(system.adapter_bytes / page_bytes)
+    pages = math.ceil(system.adapter_bytes / page_bytes) if is_local else 0
     kv_pages = int((instance.kv_tokens or 0.0) // BLOCK_TOKENS)
-    config = CachedConfig(
-        time=_weighed(system, shape),
+    return CachedConfig(
+        time=_weighed(instance, shape),
         adapter_pages=dict.fromkeys([*adapters.prefetched, *sorted(names - set(adapters.prefetched))], pages),
         num_device_pages=kv_pages + adapters.capacity * pages,
         num_host_pages=0,
@@ -180,18 +211,9 @@ def _replicas(system: SystemConfig, shape: ModelShape, names: set[str]) -> Repli
         max_num_batched_tokens=instance.max_num_batched_tokens,
         starvation_s=adapters.starvation_s,
         max_kv_pages=kv_pages,
-        max_adapters=adapters.capacity if server is None else None,
+        max_adapters=adapters.capacity if is_local else None,
         layers=instance.layers.layer_s,
         num_layers=instance.num_layers,
-    )
-    return ReplicasConfig(
-        num_replicas=system.num_instances,
-        instance=config,
-        caching=lambda: make_caching_policy(CACHE_POLICIES[0], config.costs()),
-        router=system.router,
-        preloaded=[adapters.prefetched] * system.num_instances if server is None else (),
-        server=server,
-        prefill=system.prefill,
     )
 
 
@@ -207,9 +229,8 @@ def _server(adapters: SimLoraServerConfig, num_layers: int, load_s: float) -> Si
     )
 
 
-def _weighed(system: SystemConfig, shape: ModelShape) -> TransformerTime:
+def _weighed(instance: InstanceConfig, shape: ModelShape) -> TransformerTime:
     """Costs for the cache's policy: a prompt chunk, a decode row."""
-    instance = system.instance
     assert instance.layers is not None
     chunk = StepCounts(num_prompts=1, num_prompt_tokens=CHUNK_TOKENS)
     chunk_s, row_s = (
@@ -229,7 +250,7 @@ def _weighed(system: SystemConfig, shape: ModelShape) -> TransformerTime:
 
 def _turns(requests: Sequence[PlannedRequest], system: SystemConfig, begin_s: float) -> Iterator[TurnRequest]:
     """Requests with token ids, equal for blocks of equal hash and the stated share."""
-    make_hits = system.instance.prefix_hits
+    make_hits = (system.prompts or system).instance.prefix_hits
     hits = None if make_hits is None else make_hits()
     share = hits.share if isinstance(hits, StatedHits) else 0.0
     fresh = iter(range(-1, -(10**15), -1))

@@ -20,6 +20,7 @@ from moe_lora.provision.replayed.system import simulate
 from moe_lora.provision.replayed.system_config import (
     InstanceConfig,
     LocalConfig,
+    PromptInstances,
     SimLoraServerConfig,
     SystemConfig,
 )
@@ -28,7 +29,7 @@ from moe_lora.workload.replay_plan import PlannedRequest, make_plan
 from moe_lora.workload.traces.records import Trace, TraceRequest
 
 from .cluster_size import Cluster
-from .coupled import sizing_of
+from .coupled import Apart, Coupled, sizing_of
 from .inputs import PlanInputs, SizedCluster
 from .sizing import most_rows
 from .stages import SimulatedLayers
@@ -190,13 +191,16 @@ def under_way(
 def _running(cluster: Cluster, place: SizedCluster) -> float:
     if place.layout is None:
         return sizing_of(cluster, place).batch(place.num_decoding)
-    return cluster.batch(place.layout, place.num_instances, loads=True)
+    cluster = Apart(cluster).cluster if place.prefill_instances else cluster
+    return cluster.batch(place.layout, place.num_decoding, loads=True)
 
 
 def system_of(cluster: Cluster, place: SizedCluster, popular: Sequence[str]) -> SystemConfig:
-    """Instances, and a LoRA Server or slots on each instance."""
+    """Instances, and a LoRA Server, slots on each instance, or both for a division beside a server."""
     if place.layout is None:
         return _coupled_system(cluster, place, popular)
+    if place.prefill_instances:
+        return _divided_system(cluster, place, popular)
     inputs, layout = cluster.inputs, place.layout
     max_num_seqs = most_rows(cluster, layout, place.num_instances)
     slots = min(cluster.slots(layout), len(inputs.probabilities))
@@ -214,19 +218,49 @@ def system_of(cluster: Cluster, place: SizedCluster, popular: Sequence[str]) -> 
 
 
 def _coupled_system(cluster: Cluster, place: SizedCluster, popular: Sequence[str]) -> SystemConfig:
-    coupled, inputs = sizing_of(cluster, place), cluster.inputs
-    load_s = coupled.load_s(place.slots)
+    coupled = sizing_of(cluster, place)
     return SystemConfig(
         num_instances=place.num_instances,
         instance=_instance(cluster, place, coupled.most_rows(place), coupled.kv_requests(place.slots)),
-        adapters=LocalConfig(
-            capacity=place.slots,
-            load_bytes_per_s=inputs.adapter_bytes / load_s if load_s else math.inf,
-            blocking=False,
-            prefetched=popular[: place.slots],
-        ),
-        adapter_bytes=inputs.adapter_bytes,
+        adapters=_local(coupled, place, popular),
+        adapter_bytes=cluster.inputs.adapter_bytes,
         prefill=coupled.prefill(place),
+    )
+
+
+def _local(coupled: Coupled, place: SizedCluster, popular: Sequence[str]) -> LocalConfig:
+    load_s = coupled.load_s(place.slots)
+    return LocalConfig(
+        capacity=place.slots,
+        load_bytes_per_s=coupled.cluster.inputs.adapter_bytes / load_s if load_s else math.inf,
+        blocking=False,
+        prefetched=popular[: place.slots],
+    )
+
+
+def _divided_system(cluster: Cluster, place: SizedCluster, popular: Sequence[str]) -> SystemConfig:
+    """Answers beside a LoRA Server; prompts with `place.slots` adapters on each of their instances."""
+    apart, layout = Apart(cluster), place.layout
+    assert layout is not None
+    server = system_of(apart.cluster, SizedCluster(layout, place.num_decoding), popular)
+    answers = replace(
+        server.instance,
+        profile=None,
+        layers=SimulatedLayers(apart.cluster.stages, layout.ep),
+        max_num_batched_tokens=max(place.step_tokens, server.instance.max_num_seqs),
+    )
+    prompts = replace(
+        answers,
+        layers=SimulatedLayers(cluster.stages, None),
+        kv_tokens=apart.kv_requests(place.slots) * cluster.inputs.context_tokens,
+        prefix_hits=apart.prompts.prefix_hits,
+    )
+    return replace(
+        server,
+        num_instances=place.num_instances,
+        instance=answers,
+        prefill=apart.prefill(place),
+        prompts=PromptInstances(instance=prompts, adapters=_local(apart, place, popular)),
     )
 
 

@@ -131,6 +131,7 @@ class SimInstance:
         self._outstanding_tokens = 0
         self.load = InstanceLoad()
         self.on_first_token: Callable[[SimRequest], None] | None = None
+        self.on_prompt_step: Callable[[SimRequest], None] | None = None
         self._received: dict[int, Callable[[SimRequest, bool], None]] = {}
 
     def connect(self, source: AdapterSource) -> None:
@@ -144,6 +145,11 @@ class SimInstance:
     def outstanding_tokens(self) -> int:
         done = self._stretch.steps_done(self._events.now_s()) if self._stretch else 0
         return self._outstanding_tokens - done * self._running.num_rows
+
+    @property
+    def has_spare_seat(self) -> bool:
+        """As `CachedInstance`."""
+        return len(self._running) + len(self._waiting) + 1 < max(2, self._config.max_num_seqs)
 
     def add(self, request: SimRequest) -> None:
         """Queue a request.  Raises CapacityError for a too large request."""
@@ -176,7 +182,7 @@ class SimInstance:
         self._source.end_wait(request)
         return True
 
-    def start_received(self, request: SimRequest, num_kv: int) -> None:
+    def start_received(self, request: SimRequest, num_kv: int, source: SimRequest) -> None:
         self._outstanding_tokens -= request.num_computed
         self.load.start(request.adapter, request.prompt_tokens)
         self._join(request)
@@ -222,6 +228,9 @@ class SimInstance:
             for request in held or ():
                 assert self.on_first_token is not None
                 self.on_first_token(request)
+            for request in running.unfinished_prompts if self.on_prompt_step is not None else ():
+                assert self.on_prompt_step is not None
+                self.on_prompt_step(request)
         self._begin(end_s)
 
     def _begin(self, now_s: float) -> None:
@@ -314,9 +323,10 @@ class SimInstance:
         self.look_again()
 
     def _call_ready(self, request: SimRequest, now_s: float) -> None:
-        """Call on_ready with the adapter's last byte."""
-        adapter = self._source.adapter(request)
-        ready_s = now_s if adapter is None else max(now_s, adapter.told_s, adapter.last_layer_s)
+        """Call on_ready with the adapter's last byte, or its lease: steps wait for layers."""
+        adapter, ready_s = self._source.adapter(request), now_s
+        if adapter is not None:
+            ready_s = max(now_s, adapter.told_s, adapter.last_layer_s if self._source.loads_first else now_s)
         on_ready = self._received.pop(request.index)
         self._events.at(ready_s, partial(on_ready, request, True))
 

@@ -57,8 +57,8 @@ class SimRequest:
 
     @property
     def num_computed(self) -> int:
-        """KV tokens at the first token."""
-        return max(1, self.prompt_tokens)
+        """Prompt tokens with KV between steps; at the first token, all."""
+        return max(1, self.prompt_tokens) - self.prompt_left
 
     @property
     def num_tokens(self) -> int:
@@ -106,6 +106,11 @@ class RunningRequests:
     def num_prompts(self) -> int:
         """Prompts with tokens in the next step."""
         return len(self.prompts)
+
+    @property
+    def unfinished_prompts(self) -> list[SimRequest]:
+        """Prompts of an answer that have further steps."""
+        return [one for one in self._prompts if one.prompt_left and one.output_tokens > 1]
 
     @property
     def is_idle(self) -> bool:

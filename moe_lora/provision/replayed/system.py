@@ -221,13 +221,12 @@ class System:
         self._num_expected = 0
         self._router = config.router()
         self._listeners = listeners(self._router)
-        instance = config.instance
-        step_time = StepTime(instance, remote=isinstance(config.adapters, SimLoraServerConfig))
         self._lora_ranks = config.lora_ranks
-        self.instances = [
-            SimInstance(index, instance, step_time, self.events, self._finish)
-            for index in range(config.num_instances)
-        ]
+        self.instances: list[SimInstance] = []
+        for index in range(config.num_instances):
+            instance, adapters = config.parts_of(index)
+            step_time = StepTime(instance, remote=isinstance(adapters, SimLoraServerConfig))
+            self.instances.append(SimInstance(index, instance, step_time, self.events, self._finish))
         self._connect(config)
         self._for_prompts: Sequence[SimInstance] = self.instances
         self.prefill_first: PrefillFirst | None = None
@@ -339,14 +338,15 @@ class System:
         )
 
     def _connect(self, config: SystemConfig) -> None:
-        adapters = config.adapters
-        if isinstance(adapters, SimLoraServerConfig):
-            server = SimLoraServer(adapters, config.adapter_bytes, config.instance.num_layers, self.events)
-            self.links = [server.link]
-            for instance in self.instances:
-                instance.connect(server.client(instance.freed, instance.look_again))
-            return
+        server: SimLoraServer | None = None
         for instance in self.instances:
+            part, adapters = config.parts_of(instance.index)
+            if isinstance(adapters, SimLoraServerConfig):
+                if server is None:
+                    server = SimLoraServer(adapters, config.adapter_bytes, part.num_layers, self.events)
+                    self.links.append(server.link)
+                instance.connect(server.client(instance.freed, instance.look_again))
+                continue
             local = LocalAdapters(adapters, config.adapter_bytes, self.events)
             local.prefetch(adapters.prefetched)
             self.links.append(local.link)

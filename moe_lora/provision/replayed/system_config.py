@@ -211,8 +211,16 @@ class PlacementConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptInstances:
+    """Instances with adapters of their own."""
+
+    instance: InstanceConfig
+    adapters: LocalConfig
+
+
+@dataclass(frozen=True, kw_only=True)
 class SystemConfig(Settings):
-    """Equal instances and their adapters."""
+    """Instances of equal kind and their adapters."""
 
     num_instances: int = setting(least=1)
     instance: InstanceConfig
@@ -225,6 +233,8 @@ class SystemConfig(Settings):
     """For a `PhiRouting` router; None: every host has all adapters."""
     prefill: PrefillConfig | None = None
     """Instances for prompts; None: each instance does both."""
+    prompts: PromptInstances | None = None
+    """Prompt instances beside a LoRA Server; None: as the others."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -234,7 +244,15 @@ class SystemConfig(Settings):
             raise ConfigError("a LoRA Server has all adapters; leave the placement out")
         if self.prefill is None:
             return
-        if isinstance(self.adapters, SimLoraServerConfig) or self.placement is not None:
-            raise ConfigError("prefill instances are simulated without LoRA Server and placement")
+        if isinstance(self.adapters, SimLoraServerConfig) == (self.prompts is None):
+            raise ConfigError("beside a LoRA Server, and only there, give prompt instances of their own")
+        if self.placement is not None:
+            raise ConfigError("prefill instances are simulated without placement")
         if not self.instance.has_prompts:
             raise ConfigError("another device computes the prompts; leave prefill out")
+
+    def parts_of(self, index: int) -> tuple[InstanceConfig, LocalConfig | SimLoraServerConfig]:
+        """An instance, and its adapters."""
+        if self.prompts is None or self.prefill is None or index >= self.prefill.num_instances:
+            return self.instance, self.adapters
+        return self.prompts.instance, self.prompts.adapters

@@ -16,7 +16,7 @@ import pytest
 from anyio import fail_after
 
 from moe_lora.api import InProcessClient
-from moe_lora.config import EngineConfig, FrontEndConfig
+from moe_lora.config import EngineConfig, FrontEndConfig, LoraServerConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.config.optional_parts import SourcesConfig
 from moe_lora.core.errors import ConfigError, MoveError
@@ -396,11 +396,20 @@ def test_request_whose_instance_died_is_not_moved_from_there(monkeypatch):
     assert len(problems) == 1
 
 
-def cluster(engine: EngineConfig | None = None, sources: SourcesConfig | None = None, **front_end):
+def cluster(
+    engine: EngineConfig | None = None,
+    sources: SourcesConfig | None = None,
+    lora_server: LoraServerConfig | None = None,
+    **front_end,
+):
     engine = engine or EngineConfig(model_dir="base", num_instances=2)
     front_end.setdefault("prefill_instances", ("instance-0",))
     return ClusterConfig(
-        engine=engine, served_model_name="base", front_end=FrontEndConfig(**front_end), sources=sources
+        engine=engine,
+        served_model_name="base",
+        front_end=FrontEndConfig(**front_end),
+        sources=sources,
+        lora_server=lora_server,
     )
 
 
@@ -416,6 +425,10 @@ def cluster(engine: EngineConfig | None = None, sources: SourcesConfig | None = 
         (
             {"engine": EngineConfig(model_dir="base", num_instances=2, expert_parallel=2)},
             "prefill_instances and instances of several ranks do not go together",
+        ),
+        (
+            {"lora_server": LoraServerConfig(device_puts="ibgda")},
+            "prefill_instances and lora_server.device_puts do not go together",
         ),
         ({"prefill_instances": ("instance-2",)}, "'instance-2' is none of instance-0, instance-1"),
         ({"prefill_instances": ("instance-0", "instance-1")}, "leaves no instance for answers"),

@@ -115,6 +115,7 @@ class Host:
             self.enter(name, one)
         self.killed: list[str] = []
         self.on_move = lambda name: None
+        self.apart: tuple[str, ...] = ()
 
     @property
     def file_layout(self) -> str:
@@ -131,7 +132,8 @@ class Host:
 
     def change(self, layout: str, limit_s: float = PATIENCE_S) -> str:
         async def run() -> str:
-            made = LayoutChange(self.own, self.file, ControlledInstances(self, self.registry))
+            instances = ControlledInstances(self, self.registry, self.apart)
+            made = LayoutChange(self.own, self.file, instances)
             return await made.to(layout, 7, limit_s)
 
         return asyncio.run(run())
@@ -172,6 +174,19 @@ def test_instances_of_several_ranks_move(stack):
     host = Host(stack, expert_parallel=2)
     host.change("EP4")
     assert [one for one in host.events if one.startswith("moved")] == ["moved instance-0", "moved instance-1"]
+    assert not host.killed
+
+
+def test_instances_for_prompts_stay_as_they_are(stack):
+    """They have no LoRA Server, and a change that is given up ends none of them."""
+    host = Host(stack)
+    host.apart = ("instance-0",)
+    host.engines["instance-1"].errors = [CapacityError("too large")]
+    with pytest.raises(CapacityError, match="too large"):
+        host.change("EP4")
+    host.check_unchanged()
+    host.change("EP4")
+    assert [one for one in host.events if one.startswith("moved")] == ["moved instance-1"]
     assert not host.killed
 
 
@@ -389,7 +404,10 @@ class Controller:
 @contextlib.asynccontextmanager
 async def kept_by(host: Host, folder) -> AsyncIterator[None]:
     """Its keeper has several front ends."""
-    write_cluster(host.file, on_sockets(replace(host.cluster, scaling=None), 2, str(folder)))
+    cluster = on_sockets(replace(host.cluster, scaling=None), 2, str(folder))
+    write_cluster(
+        host.file, replace(cluster, front_end=replace(cluster.front_end, prefill_instances=host.apart))
+    )
     host.running["controller"] = 1
     host.started = {"controller", *host.engines}
     keeper = LayoutKeeper(host.own, host.file)
@@ -398,8 +416,10 @@ async def kept_by(host: Host, folder) -> AsyncIterator[None]:
         yield
 
 
-def test_a_separate_controller_has_the_keeper_change_the_layout(stack, tmp_path):
+@pytest.mark.parametrize("apart", [(), ("instance-0",)], ids=["all at the server", "one for prompts"])
+def test_a_separate_controller_has_the_keeper_change_the_layout(stack, tmp_path, apart):
     host = Host(stack)
+    host.apart = apart
 
     async def play() -> None:
         async with kept_by(host, tmp_path):
@@ -415,7 +435,8 @@ def test_a_separate_controller_has_the_keeper_change_the_layout(stack, tmp_path)
             await controller.end()
 
     asyncio.run(play())
-    assert [one for one in host.events if one.startswith("moved")] == ["moved instance-0", "moved instance-1"]
+    moved = [f"moved {name}" for name in ("instance-0", "instance-1") if name not in apart]
+    assert [one for one in host.events if one.startswith("moved")] == moved
     assert len(host.ranks.kept) == 4
     assert not host.killed
 

@@ -18,8 +18,9 @@ from moe_lora.provision.device_profile import read_profile, with_rates
 from moe_lora.provision.plan import compared, verify
 from moe_lora.provision.plan.checked import place_of, searched_loads
 from moe_lora.provision.plan.cluster_size import Cluster
-from moe_lora.provision.plan.compared import CoupledSearch, checked_plan, coupled_plan, with_apart
+from moe_lora.provision.plan.compared import checked_plan, with_apart
 from moe_lora.provision.plan.coupled import Apart, LargerSteps
+from moe_lora.provision.plan.coupled_search import CoupledSearch, coupled_plan
 from moe_lora.provision.plan.inputs import PlanInputs, SizedCluster
 from moe_lora.provision.plan.memory import miss_share
 from moe_lora.provision.plan.plan import Plan
@@ -55,14 +56,21 @@ def given(**changes: Any) -> PlanInputs:
     return load_inputs(LONG, "GPT-OSS-20B", **usual | changes)
 
 
+def coupled(inputs: PlanInputs) -> Plan:
+    """Without a division beside a LoRA Server."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compared, "_at_server", lambda *_: (None, ""))
+        return checked_plan(inputs, LONG)
+
+
 @pytest.fixture(scope="module")
 def apart() -> Plan:
-    return checked_plan(given(), LONG)
+    return coupled(given())
 
 
 @pytest.fixture(scope="module")
 def together() -> Plan:
-    return checked_plan(given(slo_tpot_s=0.025), LONG)
+    return coupled(given(slo_tpot_s=0.025))
 
 
 def test_tight_steps_are_cheaper_apart(apart: Plan) -> None:
@@ -201,15 +209,18 @@ def test_a_refusal_says_why_no_division_holds() -> None:
         checked_plan(given(instances=2), LONG)
 
 
-def test_a_lora_server_says_that_no_division_is_sized_beside_it(
+def test_a_lora_server_says_why_no_division_is_beside_it(
     together: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = replace(together, kind="lora_server")
+    server = replace(together, kind="lora_server", total_gpus=3)
     monkeypatch.setattr(compared, "_coupled", lambda *_: (together, None))
     monkeypatch.setattr(compared, "with_apart", lambda *_: (together, "together: as it is"))
     monkeypatch.setattr(compared, "_cheaper", lambda *_: server)
     said = checked_plan(given(), LONG).apart
-    assert said == "not sized beside a LoRA Server; without one together: as it is"
+    why = "by the models no division of fewer than 3 GPUs holds"
+    assert said == f"without a LoRA Server: together: as it is; beside a LoRA Server: {why}"
+    said = checked_plan(given(gpus=3), LONG).apart
+    assert said.endswith("; beside a LoRA Server: not sized for a given number")
 
 
 def test_a_global_batch_is_named_as_the_cause(together: Plan) -> None:

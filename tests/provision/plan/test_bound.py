@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from moe_lora.core.errors import ConfigError, SloError
 from moe_lora.provision.device_profile import MeasuredProfile, read_profile, with_rates
 from moe_lora.provision.plan import evidence, verify
-from moe_lora.provision.plan.compared import CoupledSearch, checked_plan
+from moe_lora.provision.plan.compared import checked_plan
+from moe_lora.provision.plan.coupled_search import CoupledSearch
 from moe_lora.provision.plan.inputs import PlanInputs, prompt_load
 from moe_lora.provision.plan.plan import make_plan
 from moe_lora.workload.traces.records import Trace, TraceRequest

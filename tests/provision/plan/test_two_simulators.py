@@ -25,6 +25,7 @@ RATE_PER_S = 20.0
 COUPLED = SizedCluster(None, 3, slots=36)
 SERVED = SizedCluster(Layout(ep=2), 2)
 APART = SizedCluster(None, 4, slots=36, prefill_instances=2, step_tokens=2496)
+AT_SERVER = SizedCluster(Layout(ep=2), 4, slots=36, prefill_instances=2, step_tokens=768)
 FARTHEST = {"p50_ttft_s": 0.1, "p95_ttft_s": 0.15, "mean_tpot_s": 0.03, "p95_tpot_s": 0.08}
 """Of REAL from FAST, as parts (docs/explanation/simulator.md says why)."""
 FARTHEST_IN_SLO = 0.01
@@ -70,7 +71,7 @@ def replayed(
     return both(given, place, rate_per_s, trace, num_requests=num_requests, seed=1)
 
 
-@pytest.mark.parametrize("place", [COUPLED, SERVED, APART], ids=str)
+@pytest.mark.parametrize("place", [COUPLED, SERVED, APART, AT_SERVER], ids=str)
 def test_both_simulators_agree_on_a_plan(place: SizedCluster, tmp_path: Path) -> None:
     trace = chats(tmp_path)
     fast, real = replayed(planned(trace), place, trace)

@@ -21,8 +21,8 @@ from moe_lora.engine.arena_size import ArenaSize, arena_size
 from moe_lora.families import shape_of
 from moe_lora.kernels.operands import KvLayout, kv_layout
 from moe_lora.provision.plan.cluster_size import Cluster
-from moe_lora.provision.plan.compared import coupled_plan
 from moe_lora.provision.plan.coupled import Coupled
+from moe_lora.provision.plan.coupled_search import coupled_plan
 from moe_lora.provision.plan.inputs import PlanInputs, prompt_load
 from moe_lora.provision.plan.memory import KNOWN_MODELS, AdapterMix
 from moe_lora.provision.plan.plan import Plan, make_plan

@@ -12,6 +12,7 @@ from anyio import current_time, fail_after
 
 from moe_lora.config import ProvisionConfig
 from moe_lora.config.cluster import ClusterConfig
+from moe_lora.config.devices import LORA_SERVER
 from moe_lora.core.clock import Clock, WallClock
 from moe_lora.core.errors import CapacityError, ConfigError, EngineDeadError, LastProblem, LoraServerError
 from moe_lora.core.partition import Layout
@@ -235,6 +236,6 @@ def _is_back(state: ServerState, before: ServerState, server_rank: int) -> bool:
 
 def make_capacity_controller(cluster: ClusterConfig, client: EngineClient) -> CapacityController:
     assert cluster.provisioning is not None
-    server = cluster.instance().lora_server
+    server = cluster.instance(LORA_SERVER).lora_server
     admin = None if server is None else LoraServerAdmin(server.address, keys_in(server.certificates))
     return CapacityController(cluster.provisioning, client, admin)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts on instances with adapters of their own, answers beside a LoRA Server: sized, written, checked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_lora.cli.provision_result import plan_lines, plan_yaml, verified
+from moe_lora.config.cluster import read_cluster
+from moe_lora.core.errors import SloError
+from moe_lora.engine.arena_size import arena_size
+from moe_lora.kernels.operands import kv_layout
+from moe_lora.provision.device_profile import read_profile, with_rates
+from moe_lora.provision.plan import compared
+from moe_lora.provision.plan.checked import DividedSearch, divided_plan, place_of
+from moe_lora.provision.plan.cluster_size import Cluster
+from moe_lora.provision.plan.compared import checked_plan
+from moe_lora.provision.plan.coupled import Apart
+from moe_lora.provision.plan.inputs import SizedCluster
+from moe_lora.provision.plan.plan import Plan
+from moe_lora.provision.plan.verify import system_of
+from moe_lora.provision.replayed.system_config import SimLoraServerConfig
+
+from .plans import zipf
+from .test_apart import LONG, few_requests, given  # noqa: F401  (the fixture)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return checked_plan(given(), LONG)
+
+
+def searched(**changes: object) -> DividedSearch:
+    return DividedSearch(Cluster(given(**changes)), (), farthest=1.5, busiest=1.2)
+
+
+def test_decode_rows_alone_pay_for_a_server_where_steps_are_tight(plan: Plan) -> None:
+    assert plan.kind == "lora_server"
+    assert 0 < plan.prefill_instances < plan.instances
+    assert plan.total_gpus == plan.instances + plan.lora_server_gpus
+    assert plan.compared.startswith(f"{compared.AT_SERVER}: coupled instances take ")
+    number = f"apart: {plan.prefill_instances} of {plan.instances} instances compute prompts, with 8 adapters"
+    assert plan.apart.startswith(number)
+    assert "; without a LoRA Server: apart: " in plan.apart
+    parts = " ".join(plan.never_ran + plan.ran)
+    assert "moves of KV between instances" in parts
+    assert "a LoRA Server" in parts
+    text = "\n".join(plan_lines(plan))
+    assert f"{plan.prefill_instances} of them for prompts with 8 adapters on each, the others" in text
+
+
+def test_verify_replays_it_on_both_simulators(plan: Plan) -> None:
+    content, _, missed = verified(given(), plan, LONG)
+    assert not missed
+    assert content["held"]
+    assert [one["simulator"] for one in content["simulators"]] == ["provision.replayed", "moe_lora.sim"]
+
+
+def test_instances_of_the_written_file_have_the_planned_kv_and_adapters(plan: Plan, tmp_path: Path) -> None:
+    plan = divided_plan(Cluster(given(probabilities=zipf(1000))), replace(place_of(plan), slots=40))
+    (tmp_path / "plan.yaml").write_text(plan_yaml(plan, None))
+    read = read_cluster(tmp_path / "plan.yaml")
+    assert read.lora_server is not None
+    assert (read.lora_server.layout, read.lora_server.capacity) == (plan.layout, plan.slots)
+    expected = tuple(f"instance-{number}" for number in range(plan.prefill_instances))
+    assert read.front_end.prefill_instances == expected
+    assert read.engine.num_instances == plan.instances
+    assert read.engine.max_num_batched_tokens >= read.engine.max_num_seqs
+    inputs = given()
+    room = inputs.profile.gpu.memory_bytes * inputs.profile.gpu.instance_memory_share - inputs.weight_bytes
+    layout = kv_layout(inputs.shape, read.engine.block_size, torch.bfloat16)
+    for local in ([site.name for site in inputs.shape.sites], ["qkv", "o"]):
+        config = replace(read.engine, device="cuda")
+        size = arena_size(config, inputs.shape, layout, [], torch.device("cuda"), int(90e9), local)
+        assert 0.998 * room <= size.num_pages * layout.page_bytes <= room
+        assert size.max_kv_pages == size.num_pages
+    assert read.engine.max_loras == 40
+    # The longest request and an adapter fit together.
+    longest = read.engine.max_model_len or inputs.shape.max_position
+    assert longest * inputs.kv_token_bytes + inputs.coupled_adapter_bytes <= room
+
+
+def test_adapters_of_an_instance_for_prompts_by_hand() -> None:
+    inputs = given(probabilities=zipf(1000))
+    apart = Apart(Cluster(inputs))
+    room = inputs.profile.gpu.memory_bytes * inputs.profile.gpu.instance_memory_share - inputs.weight_bytes
+    # A step, and four requests of 3100 tokens with the file's rounding.
+    kv_bytes = (apart.full_step + 4 * (1.002 * 3100 + 16)) * 65536
+    fitting = int((room - kv_bytes) / inputs.coupled_adapter_bytes)
+    assert 8 < fitting < 1000
+    assert apart.own_slots == fitting
+    assert Apart(Cluster(given())).own_slots == 8, "all"
+    assert inputs.prompts is not None
+    hits = given(probabilities=zipf(1000), prompts=replace(inputs.prompts, hit_share=0.2))
+    assert Apart(Cluster(hits)).own_slots == math.ceil(fitting / 2)
+    long = given(
+        prompts=replace(inputs.prompts, longest=10**6), shape=replace(inputs.shape, max_position=10**7)
+    )
+    assert Apart(Cluster(long)).own_slots == 0
+    assert not DividedSearch(Cluster(long), (), farthest=1.5, busiest=1.2).of(40)
+
+
+def test_every_division_of_a_number_of_gpus_is_a_candidate() -> None:
+    search = searched()
+    found = search.of(9, math.inf)
+    assert {one.num_gpus(1) for one in found} == {9}
+    # At least 3 for prompts, 1 for answers and 1 rank.
+    assert {one.prefill_instances for one in found} == {3, 4, 5, 6, 7}
+    assert {(one.slots, one.step_tokens) for one in found} == {(8, search.apart.full_step)}
+    assert not search.of(4, math.inf)
+    share = search.apart.prompts_share(3) / 0.95
+    near = {place: nearness for nearness, _, place in search._candidates(9)}
+    assert min(nearness for place, nearness in near.items() if place.prefill_instances == 3) >= share
+    assert [near[one] for one in found] == sorted(near[one] for one in found)
+
+
+def test_the_replayed_cluster_has_both_kinds_of_instances(plan: Plan) -> None:
+    cluster, place = Cluster(given()), place_of(plan)
+    assert place == SizedCluster(place.layout, plan.instances, 8, plan.prefill_instances, 2496)
+    system = system_of(cluster, place, [str(index) for index in range(8)])
+    assert system.prompts is not None
+    assert system.prefill is not None
+    assert isinstance(system.adapters, SimLoraServerConfig)
+    assert (system.num_instances, system.prefill.num_instances) == (plan.instances, plan.prefill_instances)
+    assert system.prompts.adapters.capacity == 8
+    assert system.prompts.instance.max_num_batched_tokens == plan.max_num_batched_tokens
+    beside = 8 * cluster.inputs.coupled_adapter_bytes / cluster.inputs.kv_token_bytes
+    assert system.prompts.instance.kv_tokens == pytest.approx(system.instance.kv_tokens - beside)
+
+
+def test_a_plan_has_prompts_in_its_share_and_in_ttft(plan: Plan) -> None:
+    cluster = Cluster(given())
+    apart, alone = Apart(cluster), Apart(cluster).cluster
+    token_s = cluster.token_s(None, 2496)
+    assert plan.prompt_share == pytest.approx(30 * 2500 * token_s / plan.prefill_instances)
+    assert plan.p95_ttft_s is not None
+    assert plan.p95_decode_ttft_s is not None
+    assert plan.p95_ttft_s - plan.p95_decode_ttft_s == pytest.approx((2496 + 3000) * token_s)
+    assert alone.inputs.prompts is None
+    assert plan.inputs["prompts"] is not None
+    assert apart.own_slots == plan.prefill_slots
+
+
+def test_if_nothing_else_holds_the_division_does_or_the_refusal_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused = SloError("not coupled")
+
+    def refuse(*_: object) -> Plan:
+        raise SloError("not served")
+
+    monkeypatch.setattr(compared, "_coupled", lambda *_: (None, refused))
+    monkeypatch.setattr(compared, "with_apart", lambda *_: (None, "not apart"))
+    monkeypatch.setattr(compared, "checked_server_plan", refuse)
+    plan = checked_plan(given(), LONG)
+    assert (plan.kind, plan.prefill_instances > 0) == ("lora_server", True)
+    assert "as nothing else holds the load: not coupled. Nor with prompts apart: not apart" in plan.compared
+    with pytest.raises(SloError, match="Nor do answers alone beside a LoRA Server: TPOT SLO"):
+        checked_plan(given(slo_tpot_s=0.001), LONG)
+
+
+def test_without_a_rate_between_instances_no_division_is_named() -> None:
+    load = {"load_bytes_per_s": 5e10}
+    inputs = given(profile=with_rates(read_profile("h200"), load), assumed=load, slo_tpot_s=0.1)
+    assert "beside a LoRA Server" not in checked_plan(inputs, LONG).apart
