@@ -25,7 +25,7 @@ from moe_lora.families.schema.config_json import ties_all
 
 from .base import base_tensor, one_place, resized
 from .config import AdapterConfig
-from .names import OuterPaths, outer_path, stranger, without_wrappers
+from .names import outer_path, read_names, stranger, without_wrappers
 from .places import FLOATS, PlaceMap, Shaped, no_floats
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _KEY = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class ReplacedRows:
-    """key: of [N, H] in the file.  site: "head" or "embedding".  tokens: of the rows; None: all."""
+    """key: of [N, H] in the file, or "".  site: "head" or "embedding".  tokens: of the rows; None: all."""
 
     key: str
     site: str
@@ -74,6 +74,14 @@ def replaced_rows(
         *_trained_tokens(keys, config, shape, places, tied),
         *_saved(keys, config, shape, places, tied),
     ):
+        if not one.key:
+            pairs = [key for key in tensors if ".lora_" in key]
+            names = read_names(pairs, places.layer_prefix, places.outer, where)
+            path = names.readings(getattr(places.outer, one.site))[0]
+            raise AdapterError(
+                f"{config.where}: {_SAVED if one.tokens is None else _TOKENS} names {path}, and the file has "
+                "no tensor for it; the file is incomplete, save it again"
+            )
         if one.site in found:
             raise AdapterError(
                 f"{config.where}: {_TOKENS} and {_SAVED} both change the {one.site}; train with one of them"
@@ -173,7 +181,7 @@ def _trained_tokens(
     for site in dict.fromkeys((*by_site, *(["head"] if shares else []))):
         tokens = of_embedding if shares and of_embedding is not None else by_site[site]
         yield ReplacedRows(
-            key=_key(keys, "embedding" if shares else site, places.outer, config, _TOKENS),
+            key=keys.get(("embedding" if shares else site, _TOKENS), ""),
             site=site,
             tokens=tokens,
             lora_rank=min(len(tokens), shape.hidden_size),
@@ -195,7 +203,7 @@ def _saved(
         )
     for site in dict.fromkeys(sites):
         yield ReplacedRows(
-            key=_key(keys, site, places.outer, config, _SAVED),
+            key=keys.get((site, _SAVED), ""),
             site=site,
             tokens=None,
             lora_rank=shape.hidden_size,
@@ -222,17 +230,6 @@ def _tokens(tokens: tuple[int, ...], config: AdapterConfig, shape: ModelShape) -
             f"{shape.vocab_size - 1}; serve the adapter with the base it was trained for"
         )
     return tokens
-
-
-def _key(
-    keys: Mapping[tuple[str, str], str], site: str, outer: OuterPaths, config: AdapterConfig, field: str
-) -> str:
-    if (site, field) not in keys:
-        raise AdapterError(
-            f"{config.where}: {field} names {getattr(outer, site)}, and the file has no tensor for it; the "
-            "file is incomplete, save it again"
-        )
-    return keys[site, field]
 
 
 def _check(rows: ReplacedRows, tensor: Shaped, shape: ModelShape, where: str) -> None:
