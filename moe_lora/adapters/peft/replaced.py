@@ -68,7 +68,8 @@ def replaced_rows(
     for name in given if isinstance(given, dict) else ():
         _site(name, places, config, _TOKENS)
     keys = _keys(tensors, places, where)
-    tied = ties_all(base) or model_spec(base).tie_word_embeddings
+    spec = model_spec(base)
+    tied = ties_all(base) or spec.tie_word_embeddings
     found: dict[str, ReplacedRows] = {}
     for one in (
         *_trained_tokens(keys, config, shape, places, tied),
@@ -81,6 +82,11 @@ def replaced_rows(
             raise AdapterError(
                 f"{config.where}: {_SAVED if one.tokens is None else _TOKENS} names {path}, and the file has "
                 "no tensor for it; the file is incomplete, save it again"
+            )
+        if one.site == "head" and one.tokens is not None and spec.head_bias:
+            raise AdapterError(
+                f"{config.where}: {_TOKENS} names {places.outer.head}, which has a bias, and PEFT computes a "
+                f"head with such rows without its bias; train rows of {places.outer.embedding} alone"
             )
         if one.site in found:
             raise AdapterError(
