@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _MAX_SHOWN_NAMES = 10
 _ACTIVATED = {
     *("qkv", "o", "output_gate", "dense_gate_up", "dense_down", "q", "q_a", "q_b", "kv_a"),
-    *("global_qkv", "global_qk", "global_o"),
+    *("global_qkv", "global_qk", "global_o", "delta_qkvz", "delta_ba", "delta_out"),
 }
 """Sites of an activated LoRA; absorbed kv_b_proj sees the base's earlier tokens."""
 _MODULES = ("matrix", "stacked", "heads")
@@ -158,8 +158,8 @@ def _check_activated(
     if other is not None:
         raise AdapterError(
             f"{config.where}: alora_invocation_tokens={shown(list(tokens))} with {other}: an activated LoRA "
-            "is served on attention (without kv_b_proj) and dense MLPs alone; train without this target, or "
-            "a plain LoRA"
+            "is served on attention (without kv_b_proj), Gated DeltaNet and dense MLPs alone; train without "
+            "this target, or a plain LoRA"
         )
 
 
