@@ -103,7 +103,6 @@ def is_quick(family, way):
     [
         pytest.param(family, way, marks=() if is_quick(family, way) else pytest.mark.slow)
         for family in ALL_FAMILIES
-        if family != "phimoe"  # its head has a bias: refused
         for way in WAYS
         if not (family in DENSE and way == "expert_parallel")
         if not (family in ON_ONE_RANK and way in ("host_workers", "tensor_parallel"))

@@ -76,7 +76,7 @@ def replaced_rows(
         *_saved(keys, config, shape, places, tied),
     ):
         if not one.key:
-            pairs = [key for key in tensors if ".lora_" in key]
+            pairs = (key for key in tensors if ".lora_" in key)
             names = read_names(pairs, places.layer_prefix, places.outer, where)
             path = names.readings(getattr(places.outer, one.site))[0]
             raise AdapterError(
@@ -174,9 +174,7 @@ def _trained_tokens(
     tied: bool,
 ) -> Iterator[ReplacedRows]:
     given = config.trainable_token_indices
-    if not given:
-        return
-    by_name = given if isinstance(given, dict) else {places.outer.embedding: given}
+    by_name = given if isinstance(given, dict) else {places.outer.embedding: given} if given else {}
     by_site: dict[str, tuple[int, ...]] = {}
     for name, tokens in by_name.items():
         site = _site(name, places, config, _TOKENS)
