@@ -158,8 +158,8 @@ def _check_activated(
     if other is not None:
         raise AdapterError(
             f"{config.where}: alora_invocation_tokens={shown(list(tokens))} with {other}: an activated LoRA "
-            "is served on attention (without kv_b_proj), Gated DeltaNet and dense MLPs alone; train without "
-            "this target, or a plain LoRA"
+            "is served on attention (without kv_b_proj), DeltaNet and dense MLPs alone; train without this "
+            "target, or a plain LoRA"
         )
 
 
