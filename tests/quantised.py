@@ -23,7 +23,7 @@ from moe_lora.families import model_spec
 from moe_lora.models.quantised_weight import Quantisation
 from moe_lora.models.weights import weight_map
 
-from .families import load_model
+from .families import load_model, targets_as_given
 
 QUANTISED = (
     *("qkv.weight", "o.weight", "attention.gate.weight", "gate_up.weight", "down.weight"),
@@ -58,7 +58,8 @@ def dequantised(weight: torch.Tensor, quantisation: Quantisation) -> torch.Tenso
 
 
 LINEAR = re.compile(
-    r"(?:[qkvo]_proj|Wqkv|out_proj|gate_proj|up_proj|down_proj|gate_up_proj|(?:in|out)put_linear|[wv][123])(?:\.weight)?$"
+    r"(?:[qkvo]_proj|Wqkv|out_proj|gate_proj|up_proj|down_proj|gate_up_proj|(?:in|out)put_linear|[wv][123]|"
+    r"in_proj_(?:qkvz?|z)|q_[ab]_proj|kv_a_proj_with_mqa)(?:\.weight)?$"
 )
 PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 
@@ -110,4 +111,5 @@ def torchao_logits(
 @lru_cache(maxsize=3)
 def _adapted(model_dir: Path, adapter: Path | None) -> Any:
     model = load_model(model_dir)
-    return model if adapter is None else PeftModel.from_pretrained(model, str(adapter)).eval()
+    with targets_as_given(model.config.model_type):
+        return model if adapter is None else PeftModel.from_pretrained(model, str(adapter)).eval()

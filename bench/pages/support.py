@@ -261,11 +261,29 @@ EVIDENCE: tuple[InCi | RanOnce, ...] = (
         *("qwen3", "phimoe", *SIZED),
         families=(*FURTHER, *SIZED, *NEWER, *RECURRENT, *LATENT),
     ),
-    *_later(
-        "merged",
-        "tests/models/test_weight_merge.py::test_mixed_steps_give_the_tokens_of_peft",
-        *("qwen3", "granite", *SIZED),
-        families=(*FURTHER, *SIZED, *NEWER_ALONE, *RECURRENT[1:], *LATENT[:2]),
+    InCi(
+        device="CPU",
+        feature="merged",
+        families=("qwen3", "granite", *SIZED),
+        test="tests/models/test_weight_merge.py::test_mixed_steps_give_the_tokens_of_peft",
+    ),
+    InCi(
+        device="CPU",
+        feature="merged",
+        families=tuple(
+            name
+            for name in (*FURTHER, *NEWER_ALONE, *RECURRENT[1:], *LATENT[:2])
+            if name not in ("qwen3", "granite", "gemma3")
+        ),
+        test="tests/engine/merging/test_merging.py::test_tokens_are_those_of_peft_in_every_mode",
+        slow=True,
+    ),
+    InCi(
+        device="CPU",
+        feature="merged",
+        families=("gemma3",),
+        test="tests/models/test_weight_merge.py::test_mixed_steps_give_the_tokens_of_peft",
+        slow=True,
     ),
     *(
         InCi(

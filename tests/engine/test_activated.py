@@ -69,6 +69,24 @@ def test_projections_of_latent_attention_start_at_the_invocation(made, tmp_path)
 
 
 @pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3_next", {"block_size": 4}),
+        pytest.param("qwen3_next", WAYS["chunked_prefill"], marks=pytest.mark.slow),
+        pytest.param("qwen3_next", {"async_scheduling": "on"}, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe", {"block_size": 4}, marks=pytest.mark.slow),
+        pytest.param("qwen3_5", {"block_size": 4, "batching": "merged"}, marks=pytest.mark.slow),
+    ],
+)
+def test_projections_of_recurrent_layers_start_at_the_invocation(family, settings, made, tmp_path):
+    base, adapters = made(family)
+    fields = {"alora_invocation_tokens": INVOCATION, "task_type": "CAUSAL_LM", "target_parameters": None}
+    targets = ("qkv", "o", "delta_qkvz", "delta_ba", "delta_out")
+    recurrent = make_adapter(family, base, tmp_path / "recurrent", targets=targets, seed=4, **fields)
+    assert_tokens_of_peft(base, adapters | {"activated": recurrent}, **settings)
+
+
+@pytest.mark.parametrize(
     ("family", "way"),
     [
         pytest.param(family, way, marks=() if way in QUICK and family == "qwen3_moe" else pytest.mark.slow)

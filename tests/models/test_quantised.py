@@ -23,6 +23,7 @@ from tests.families import (
     FAMILIES,
     LATER_FAMILIES,
     NEWER,
+    RECURRENT_FAMILIES,
     make_adapter,
     make_checkpoint,
     shard_of,
@@ -49,11 +50,19 @@ SEEDS = {
     "gpt_oss": 0,
     "dbrx": 0,
     **dict.fromkeys(LATER_FAMILIES, 0),
-    **dict.fromkeys(("glm4", "gemma3", "dots1", "deepseek_v3", "qwen3_5_moe"), 1),
+    **dict.fromkeys(("mistral", "glm4", "gemma3", "gemma4", "dots1", "qwen3_5_moe"), 1),
+    "glm4_moe_lite": 2,
+    "deepseek_v3": 3,
     "afmoe": 4,
 }
 _EXPERTS = {"moe_intermediate_size": 32, "intermediate_size": 32}
+_RECURRENT = {**_EXPERTS, "shared_expert_intermediate_size": 32, "linear_value_head_dim": 16}
+_LATENT = {**_EXPERTS, "q_lora_rank": 32, "v_head_dim": 32}
 SIZES = {
+    **dict.fromkeys(RECURRENT_FAMILIES, _RECURRENT),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), _LATENT),
+    "deepseek_v2": {**_LATENT, "q_lora_rank": None},
+    "gemma4": {**_EXPERTS, "global_head_dim": 32},
     "dbrx": {"ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}},
     "glm4_moe": _EXPERTS,
     "ernie4_5_moe": _EXPERTS,
@@ -377,13 +386,19 @@ after it differ by that.
             for one in diagonal(FAMILIES, DYNAMIC)
         ),
         *(pytest.param(*pair, marks=pytest.mark.slow) for pair in product(NEWER, DYNAMIC)),
+        *(
+            pytest.param(one, DYNAMIC[1], marks=pytest.mark.slow)
+            for one in LATER_FAMILIES
+            if one not in NEWER
+        ),
     ],
     ids=lambda one: one if isinstance(one, str) else one.form.name,
 )
 def test_dynamic_logits_of_a_mixed_batch_are_those_of_torchao(family, quantisation, base, tmp_path):
     model_dir, _ = base(family)
+    targets = ("qkv", "o", "delta_qkvz", "delta_out")
     adapters = [
-        make_adapter(family, model_dir, tmp_path / str(n), n, ("qkv", "o"), seed=n, scale=0.7) for n in (4, 8)
+        make_adapter(family, model_dir, tmp_path / str(n), n, targets, seed=n, scale=0.7) for n in (4, 8)
     ]
     prompts = make_prompts()
     _, found = Harness(model_dir, adapters, quantisation=quantisation).prefill(prompts, SLOTS)

@@ -44,6 +44,7 @@ class MergingHarness(Harness):
         super().__init__(*args, **kwargs)
         shape = self.model.spec.shape
         self.merge = WeightMerge(self.model)
+        self.sites = frozenset(range(len(shape.sites)))
         self.slot = -1
         self.num_mixed = 0
         self.context.backend = RoutedBackend(
@@ -56,7 +57,7 @@ class MergingHarness(Harness):
     def fold_in(self, slot: int, share: float = 1.0) -> list[tuple[int, int]]:
         """Fold in the first pieces of an adapter."""
         self.slot, held = slot, HeldAdapter(self.arena, self.slots, slot)
-        pieces = self.merge.pieces(held, frozenset(range(9)))
+        pieces = self.merge.pieces(held, self.sites)
         for piece in pieces[: round(share * len(pieces))]:
             self.merge.fold_in(piece, held)
         return pieces
@@ -70,7 +71,7 @@ class MergingHarness(Harness):
     def rounding_errors(self, slot: int) -> np.ndarray:
         """Of each piece and module that the adapter changes."""
         held = HeldAdapter(self.arena, self.slots, slot)
-        pieces = self.merge.pieces(held, frozenset(range(9)))
+        pieces = self.merge.pieces(held, self.sites)
         found = [one for piece in pieces for one in self.merge.rounding(piece, held)]
         return np.sqrt([lost / delta for _, lost, delta in found])
 
@@ -142,6 +143,7 @@ def test_mixed_steps_give_the_tokens_of_peft(family, share, served):
     """
     model, prompts = served(family), make_prompts()
     harness = MergingHarness(model.model_dir, model.adapters, max_sequences=32)
+    before = bits(harness.model)
     slots = range(len(model.adapters)) if family == "mixtral" else (1, 3)
     for slot in slots:
         harness.fold_in(slot, share)
@@ -153,6 +155,7 @@ def test_mixed_steps_give_the_tokens_of_peft(family, share, served):
             expected.check_margins()
             assert tuple(tokens) == expected.tokens[0]
         harness.take_out()
+    assert_same_bits(harness.model, before)
     assert harness.num_mixed == NUM_TOKENS * len(slots)
 
 

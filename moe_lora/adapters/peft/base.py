@@ -45,7 +45,7 @@ _QUANTISED_NAME = re.compile(
 
 Stored: TypeAlias = tuple[Path, TensorEntry]
 """A checkpoint's tensor: file and entry."""
-EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|lm_head)(?:\.base_layer)?\.weight")
+EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|lm_head)\.(?:weight|base_layer\.(?:weight|bias))")
 _LORA_ON_EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|wte|lm_head)\.(?:.*\.)?lora_")
 
 
@@ -113,10 +113,11 @@ def base_copies(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) ->
     for key in copies:
         if tuple(tensors[key].shape)[:1] != (shape.vocab_size,):
             raise resized(key, tensors[key], shape, where)
-        if tuple(tensors[key].shape) != (shape.vocab_size, shape.hidden_size):
+        expected = [shape.vocab_size, shape.hidden_size][: 1 if key.endswith(".bias") else 2]
+        if list(tensors[key].shape) != expected:
             raise AdapterError(
-                f"{where}: {key}: expected shape {[shape.vocab_size, shape.hidden_size]}, found "
-                f"{list(tensors[key].shape)}; serve the adapter with the base it was trained for"
+                f"{where}: {key}: expected shape {expected}, found {list(tensors[key].shape)}; serve the "
+                "adapter with the base it was trained for"
             )
         if str(tensors[key].dtype) not in FLOATS:
             raise no_floats(key, tensors[key], where)
@@ -131,8 +132,8 @@ def base_copies(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) ->
     return copies
 
 
-def base_tensor(site: str, model_dir: Path | None, problem: str, way_out: str) -> Stored:
-    """File and entry of a checkpoint's embedding or head: [V, H] of floats.
+def base_tensor(site: str, model_dir: Path | None, problem: str, way_out: str, bias: bool = False) -> Stored:
+    """File and entry of a checkpoint's embedding or head: [V, H] of floats; bias: the head's, [V].
 
     site: "embedding" or "head"; a tied head is the embedding.  problem, way_out: start and end of the error.
     Raises AdapterError; StorageError as `base_file`.
@@ -144,12 +145,13 @@ def base_tensor(site: str, model_dir: Path | None, problem: str, way_out: str) -
         spec = model_spec(config, places)
         family = family_of(config).named_in(places, spec.tie_word_embeddings)
         name = family.head if site == "head" and not spec.tie_word_embeddings else family.embedding
+        name = name.removesuffix("weight") + "bias" if bias else name
         if name not in places:
             module = name.removesuffix("weight")
             stored = [one for one in sorted(places) if one.startswith(module)]
             raise ValueError(f"the checkpoint has no {name}{f', but {stored[0]}' if stored else ''}")
         entry = _header(places[name])[name]
-        expected = spec.shape.vocab_size, spec.shape.hidden_size
+        expected = (spec.shape.vocab_size, spec.shape.hidden_size)[: 2 - bias]
         if entry.dtype not in FLOATS or entry.shape != expected:
             raise _unlike(name, entry, expected)
     except (OSError, ValueError, KeyError) as error:

@@ -54,7 +54,8 @@ def check_copies(copies: Mapping[str, Parts], model_dir: Path | None, where: str
     """Raises AdapterError unless each copy has the checkpoint's values."""
     for key, parts in copies.items():
         problem = f"{where}: {key}: a copy of the base model's weights, and they can't be compared"
-        path, entry = base_tensor("head" if "lm_head" in key else "embedding", model_dir, problem, _WAY_OUT)
+        site = "head" if "lm_head" in key else "embedding"
+        path, entry = base_tensor(site, model_dir, problem, _WAY_OUT, key.endswith(".bias"))
         with base_file(path) as file:
             if not _same_values(parts, parts_of(file, entry), math.prod(entry.shape)):
                 raise AdapterError(f"{where}: {key}: values other than the base model's: {_WAY_OUT}")

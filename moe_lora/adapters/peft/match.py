@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _MAX_SHOWN_NAMES = 10
 _ACTIVATED = {
     *("qkv", "o", "output_gate", "dense_gate_up", "dense_down", "q", "q_a", "q_b", "kv_a"),
-    *("global_qkv", "global_qk", "global_o"),
+    *("global_qkv", "global_qk", "global_o", "delta_qkvz", "delta_ba", "delta_out"),
 }
 """Sites of an activated LoRA; absorbed kv_b_proj sees the base's earlier tokens."""
 _MODULES = ("matrix", "stacked", "heads")
@@ -158,8 +158,8 @@ def _check_activated(
     if other is not None:
         raise AdapterError(
             f"{config.where}: alora_invocation_tokens={shown(list(tokens))} with {other}: an activated LoRA "
-            "is served on attention (without kv_b_proj) and dense MLPs alone; train without this target, or "
-            "a plain LoRA"
+            "is served on attention (without kv_b_proj), DeltaNet and dense MLPs alone; train without this "
+            "target, or a plain LoRA"
         )
 
 
@@ -173,7 +173,13 @@ def _check_rare(
     where: str,
 ) -> None:
     """Refuses combinations that replaced rows, tied pairs and activated LoRAs exclude."""
-    _check_tying(config, expected, places, where)
+    head, embedding = places.outer
+    if config.ensure_weight_tying and embedding in expected and head not in expected:
+        raise AdapterError(
+            f"{where}: {config.where} has ensure_weight_tying=True, and the file has no pair of {head} "
+            f"beside that of {embedding}; set it to false if the base has a head of its own, else save the "
+            "adapter again with PEFT 0.21 or newer"
+        )
     for rows in replaced:
         path = getattr(places.outer, rows.site)
         if path in expected:
@@ -241,6 +247,9 @@ def _expected(
                 )
             if targeted:
                 expected.setdefault(path, []).append(place)
+    head, embedding = places.outer
+    if config.ensure_weight_tying and embedding in expected and head in present:
+        expected.setdefault(head, [*places.by_path[head][1]])  # PEFT drops the target of a tied pair
     return expected
 
 
@@ -286,22 +295,6 @@ def _check_known(
         raise AdapterError(
             f"{where}: {key}: no target_modules or target_parameters of {config.where} names it, "
             "so it is unclear whether it belongs to the adapter; add the target or remove the tensor"
-        )
-
-
-def _check_tying(
-    config: AdapterConfig, expected: Mapping[str, Sequence[Place]], places: PlaceMap, where: str
-) -> None:
-    """Refuses a pair that PEFT also computes, transposed, at a tied head."""
-    if (
-        config.ensure_weight_tying
-        and places.outer.embedding in expected
-        and places.outer.head not in expected
-    ):
-        raise AdapterError(
-            f"{where}: {config.where} has ensure_weight_tying=True, which ties a pair of lm_head to "
-            f"{places.outer.embedding}, and names no lm_head; set ensure_weight_tying to false if the base "
-            "has a head of its own, or train with lm_head and embed_tokens as targets without tying"
         )
 
 

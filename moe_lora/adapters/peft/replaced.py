@@ -25,7 +25,7 @@ from moe_lora.families.schema.config_json import ties_all
 
 from .base import base_tensor, one_place, resized
 from .config import AdapterConfig
-from .names import OuterPaths, outer_path, stranger, without_wrappers
+from .names import outer_path, read_names, stranger, without_wrappers
 from .places import FLOATS, PlaceMap, Shaped, no_floats
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _KEY = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class ReplacedRows:
-    """key: of [N, H] in the file.  site: "head" or "embedding".  tokens: of the rows; None: all."""
+    """key: of [N, H] in the file, or "".  site: "head" or "embedding".  tokens: of the rows; None: all."""
 
     key: str
     site: str
@@ -68,12 +68,26 @@ def replaced_rows(
     for name in given if isinstance(given, dict) else ():
         _site(name, places, config, _TOKENS)
     keys = _keys(tensors, places, where)
-    tied = ties_all(base) or model_spec(base).tie_word_embeddings
+    spec = model_spec(base)
+    tied = ties_all(base) or spec.tie_word_embeddings
     found: dict[str, ReplacedRows] = {}
     for one in (
         *_trained_tokens(keys, config, shape, places, tied),
         *_saved(keys, config, shape, places, tied),
     ):
+        if not one.key:
+            pairs = (key for key in tensors if ".lora_" in key)
+            names = read_names(pairs, places.layer_prefix, places.outer, where)
+            path = names.readings(getattr(places.outer, one.site))[0]
+            raise AdapterError(
+                f"{config.where}: {_SAVED if one.tokens is None else _TOKENS} names {path}, and the file has "
+                "no tensor for it; the file is incomplete, save it again"
+            )
+        if one.site == "head" and one.tokens is not None and spec.head_bias:
+            raise AdapterError(
+                f"{config.where}: {_TOKENS} names {places.outer.head}, which has a bias, and PEFT computes a "
+                f"head with such rows without its bias; train rows of {places.outer.embedding} alone"
+            )
         if one.site in found:
             raise AdapterError(
                 f"{config.where}: {_TOKENS} and {_SAVED} both change the {one.site}; train with one of them"
@@ -160,9 +174,7 @@ def _trained_tokens(
     tied: bool,
 ) -> Iterator[ReplacedRows]:
     given = config.trainable_token_indices
-    if not given:
-        return
-    by_name = given if isinstance(given, dict) else {places.outer.embedding: given}
+    by_name = given if isinstance(given, dict) else {places.outer.embedding: given} if given else {}
     by_site: dict[str, tuple[int, ...]] = {}
     for name, tokens in by_name.items():
         site = _site(name, places, config, _TOKENS)
@@ -173,7 +185,7 @@ def _trained_tokens(
     for site in dict.fromkeys((*by_site, *(["head"] if shares else []))):
         tokens = of_embedding if shares and of_embedding is not None else by_site[site]
         yield ReplacedRows(
-            key=_key(keys, "embedding" if shares else site, places.outer, config, _TOKENS),
+            key=keys.get(("embedding" if shares else site, _TOKENS), ""),
             site=site,
             tokens=tokens,
             lora_rank=min(len(tokens), shape.hidden_size),
@@ -195,7 +207,7 @@ def _saved(
         )
     for site in dict.fromkeys(sites):
         yield ReplacedRows(
-            key=_key(keys, site, places.outer, config, _SAVED),
+            key=keys.get((site, _SAVED), ""),
             site=site,
             tokens=None,
             lora_rank=shape.hidden_size,
@@ -222,17 +234,6 @@ def _tokens(tokens: tuple[int, ...], config: AdapterConfig, shape: ModelShape) -
             f"{shape.vocab_size - 1}; serve the adapter with the base it was trained for"
         )
     return tokens
-
-
-def _key(
-    keys: Mapping[tuple[str, str], str], site: str, outer: OuterPaths, config: AdapterConfig, field: str
-) -> str:
-    if (site, field) not in keys:
-        raise AdapterError(
-            f"{config.where}: {field} names {getattr(outer, site)}, and the file has no tensor for it; the "
-            "file is incomplete, save it again"
-        )
-    return keys[site, field]
 
 
 def _check(rows: ReplacedRows, tensor: Shaped, shape: ModelShape, where: str) -> None:

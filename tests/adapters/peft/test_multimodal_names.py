@@ -93,6 +93,16 @@ def test_a_missing_module_is_named_as_in_the_file(base, tmp_path):
         read_adapter(adapter, model_shape(base), torch.float32)
 
 
+def test_missing_rows_of_the_embedding_are_named_as_in_the_file(base, tmp_path):
+    adapter = outer_adapter(FAMILY, base, tmp_path / "a", trainable_token_indices=[3, 5])
+    tensors = load_file(adapter / WEIGHTS_FILE)
+    save_file({key: one for key, one in tensors.items() if ".lora_" in key}, adapter / WEIGHTS_FILE)
+    with pytest.raises(
+        AdapterError, match=rf"trainable_token_indices names {EMBEDDING}, and the file has no"
+    ):
+        read_adapter(adapter, model_shape(base), torch.float32, base_dir=base)
+
+
 def converted(source, target, base):
     result = CliRunner().invoke(main, ["adapters", "convert", str(source), str(target), "--model", str(base)])
     assert result.exit_code == 0, result.output

@@ -43,7 +43,7 @@ def change(path, tensors=None, config=None):
     return path
 
 
-# phimoe's head has a bias; gemma4's head is the embedding, so a merge changes both at once.
+# gemma4's head is the embedding, so a merge changes both at once.
 @pytest.mark.parametrize(
     ("modules", "family"),
     [
@@ -52,7 +52,7 @@ def change(path, tensors=None, config=None):
         )
         for modules in (("lm_head",), ("embed_tokens",), ("lm_head", "embed_tokens"))
         for family in ALL_FAMILIES
-        if family not in ("phimoe", "gemma4")
+        if family != "gemma4"
     ],
 )
 def test_pairs_outside_the_layers_pack_as_peft_merges(family, modules, checkpoint, shape_of, tmp_path):
@@ -138,6 +138,20 @@ def test_the_base_weights_that_peft_saves_beside_a_pair_must_be_the_bases(tied, 
         change(damaged, alter)
         with pytest.raises(AdapterError, match=rf"{key}: values other than the base model's"):
             contents(shape, base).read("a", str(damaged))
+
+
+def test_the_bias_that_peft_saves_beside_a_pair_must_be_the_bases(checkpoint, shape_of, tmp_path):
+    base, key = checkpoint("phimoe"), f"{HEAD}base_layer.bias"
+    adapter = outer_adapter("phimoe", base, tmp_path / "a", "lm_head")
+    reader = contents(shape_of("phimoe"), base)
+    assert key in load_file(adapter / WEIGHTS_FILE)
+    assert "lm_head" in reader.read("a", str(adapter)).targets
+    change(adapter, lambda tensors: {**tensors, key: tensors[key] + 1})
+    with pytest.raises(AdapterError, match=rf"{key}: values other than the base model's"):
+        reader.read("a", str(adapter))
+    change(adapter, lambda tensors: {**tensors, key: tensors[key][:, None]})
+    with pytest.raises(AdapterError, match=rf"{key}: expected shape"):
+        reader.read("a", str(adapter))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn])

@@ -95,6 +95,14 @@ def test_trained_tokens_of_each_family_pack_as_peft_merges(family, checkpoint, s
     assert_same_deltas(packed_deltas(packed, shape), peft_deltas(family, base, adapter))
 
 
+def test_rows_of_a_head_with_a_bias_are_refused(checkpoint, shape_of, tmp_path):
+    """PEFT computes the head without its bias."""
+    base = checkpoint("phimoe")
+    adapter = outer_adapter("phimoe", base, tmp_path / "a", trainable_token_indices={"lm_head": [3, 9]})
+    with pytest.raises(AdapterError, match=r"names lm_head, which has a bias.*embed_tokens alone"):
+        read_adapter(adapter, shape_of("phimoe"), torch.float32, base_dir=base)
+
+
 @pytest.mark.parametrize("form", ["tokens", "both"])
 def test_a_training_state_packs_as_the_saved_file(form, bases, tmp_path):
     from peft import PeftModel, get_peft_model_state_dict

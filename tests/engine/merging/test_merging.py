@@ -21,11 +21,12 @@ from moe_lora.engine.merging import merging
 from moe_lora.models.weight_merge import WeightMerge
 from moe_lora.policies.merging.merging import Batching
 from tests.engine.test_host_assisted import ask_client, lora_server
-from tests.families import FAMILIES, make_adapter
+from tests.engine.test_oracle import slots_of
+from tests.families import FAMILIES, LATER_FAMILIES, make_adapter
 from tests.grids import with_quick
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.models.generated_code import captured_graphs
-from tests.models.test_oracle import SLOTS, make_prompts
+from tests.models.test_oracle import make_prompts
 from tests.oracle import greedy_reference
 from tests.patience import PATIENCE_S
 
@@ -72,13 +73,13 @@ def start(model, *, dtype: str = "float32", **settings) -> LLM:
 
 
 def ask(llm: LLM, model) -> list[tuple[int, ...]]:
-    names = [None if slot < 0 else model.adapters[slot].name for slot in SLOTS]
+    names = [None if slot < 0 else model.adapters[slot].name for slot in slots_of(model.family)]
     return [completion.token_ids for completion in llm.generate(make_prompts(), names, GREEDY)]
 
 
 def expected_of(model, drafts) -> list[tuple[int, ...]]:
     answers = []
-    for slot, prompt, draft in zip(SLOTS, make_prompts(), drafts, strict=True):
+    for slot, prompt, draft in zip(slots_of(model.family), make_prompts(), drafts, strict=True):
         adapter = None if slot < 0 else model.adapters[slot]
         reference = greedy_reference(model.model_dir, adapter, [prompt], NUM_TOKENS, [draft])
         reference.check_margins()
@@ -88,6 +89,7 @@ def expected_of(model, drafts) -> list[tuple[int, ...]]:
 
 WAYS = {
     "bounded": {},
+    "in_larger_parts": {"merge_mb_per_step": 0.1},
     "at_once": {"at_once": True},
     "chunked_prefill": {"max_num_batched_tokens": 9, "max_num_seqs": 8},
     "two_at_once": {"max_num_seqs": 2},
@@ -102,6 +104,11 @@ WAYS = {
         *(
             pytest.param(one, "bounded", marks=() if one in ("llama", "gpt_oss") else pytest.mark.slow)
             for one in FAMILIES
+        ),
+        *(
+            pytest.param(one, "in_larger_parts", marks=pytest.mark.slow)
+            for one in LATER_FAMILIES
+            if one != "gemma3"  # a close decision in 24 tokens
         ),
         *(
             pytest.param("mixtral", way, marks=() if way == "chunked_prefill" else pytest.mark.slow)
