@@ -172,22 +172,25 @@ def running(tmp_path_factory) -> Iterator[Running]:
 def test_kill_at_a_step_of_a_move_loses_and_doubles_no_token(running, kind, step, victim):
     """Streams are those of nobody moved and nobody killed; of a front end that is killed they are cut."""
     running.wait_until_whole()
-    streams, answer = asyncio.run(running.read_all(kind, step, victim))
-    for place, (stream, expected) in enumerate(zip(streams, running.expected, strict=True)):
-        if victim == MOVER and place < NUM_MOVER:
-            assert stream.ended == "cut"
-            assert stream.tokens == expected[: len(stream.tokens)]
-            assert 3 <= len(stream.tokens) < LENGTH
+    try:
+        streams, answer = asyncio.run(running.read_all(kind, step, victim))
+        for place, (stream, expected) in enumerate(zip(streams, running.expected, strict=True)):
+            if victim == MOVER and place < NUM_MOVER:
+                assert stream.ended == "cut"
+                assert stream.tokens == expected[: len(stream.tokens)]
+                assert 3 <= len(stream.tokens) < LENGTH
+            else:
+                assert (stream.ended, stream.tokens) == ("length", expected)
+        if victim == MOVER:
+            assert answer is None or step in OWNED_BY_TARGET
+            again = Stream(BODIES[0])
+            asyncio.run(again.read(running.cluster.urls[OTHER]))
+            assert again.tokens == running.expected[0]
         else:
-            assert (stream.ended, stream.tokens) == ("length", expected)
-    if victim == MOVER:
-        assert answer is None or step in OWNED_BY_TARGET
-        again = Stream(BODIES[0])
-        asyncio.run(again.read(running.cluster.urls[OTHER]))
-        assert again.tokens == running.expected[0]
-    else:
-        moves = step in OWNED_BY_TARGET or (step, victim) == ("resumed at the target", "source")
-        assert answer is not None
-        assert (answer["moved"], len(answer["problems"])) == (int(moves), int(not moves))
-    running.cluster.start(ROLES[victim])
+            moves = step in OWNED_BY_TARGET or (step, victim) == ("resumed at the target", "source")
+            assert answer is not None
+            assert (answer["moved"], len(answer["problems"])) == (int(moves), int(not moves))
+    finally:  # a failure here is not the next kill's
+        running.cluster.kill(ROLES[victim])
+        running.cluster.start(ROLES[victim])
     running.wait_until_whole()
