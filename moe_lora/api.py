@@ -46,6 +46,7 @@ from moe_lora.engine.client.client import LoopClient
 from moe_lora.engine.client.messages import Stop
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.loop import EngineLoop
+from moe_lora.engine.sequence import check_request
 from moe_lora.engine.text.adapter_text import log_adapter_text
 from moe_lora.engine.text.text import TextDelta, TextStream, served_tokenizer, with_end_tokens
 from moe_lora.engine.text.tokenizer_files import log_generation_config
@@ -311,12 +312,10 @@ class _Engine:
             given = token_ids(prompt)
         except TypeError as error:
             raise ValueError(f"a prompt must be text or token ids, not {prompt!r:.100}") from error
-        if unknown := [one for one in given if not 0 <= one < self.info.vocab_size]:
-            what = f"outside the vocabulary of {self.info.vocab_size}"
-            raise ValueError(f"prompt has token id {unknown[0]}, {what}")
         request = GenerateRequest(
             request_id=uuid.uuid4().hex, prompt_token_ids=given, sampling=sampling, adapter=adapter
         )
+        check_request(request, self.info)
         if self.tokenizer is None:
             return Answer(request, None)
         stream = TextStream(

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import chain
 from operator import index, methodcaller
 from typing import Any, Literal
@@ -311,13 +312,25 @@ class GenerateRequest:
 class TokenLogprobs:
     """Log probability of the chosen token, its position in the ranking (1 = likeliest), and the likeliest.
 
+    likeliest: ids and log probabilities; many as bytes, whose numbers the engine would make for long.
     processed: see `SamplingParams`.
     """
 
     logprob: float
     position: int
-    top: tuple[tuple[int, float], ...] = ()
+    likeliest: tuple[tuple[int, float], ...] | bytes = ()
     processed: float | None = None
+
+    @cached_property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        """The likeliest tokens: (id, log probability)."""
+        return _pairs(self.likeliest) if isinstance(self.likeliest, bytes) else self.likeliest
+
+
+def _pairs(packed: bytes) -> tuple[tuple[int, float], ...]:
+    num = len(packed) // 8
+    numbers = struct.unpack(f"<{num}f{num}i", packed)
+    return tuple(dict(zip(numbers[num:], numbers[:num], strict=True)).items())
 
 
 def token_logprobs(num: int, content: Any) -> Iterator[TokenLogprobs]:
@@ -326,9 +339,9 @@ def token_logprobs(num: int, content: Any) -> Iterator[TokenLogprobs]:
     content: of each token log probabilities, its own and the num likeliest, fp32, then position and num ids,
     int32, little-endian.  A repeated id counts once.
     """
-    for row in struct.iter_unpack(f"<{num + 1}f{num + 1}i", content):
-        top = dict(zip(row[num + 2 :], row[1 : num + 1], strict=True))
-        yield TokenLogprobs(row[0], row[num + 1], tuple(top.items()))
+    for logprob, values, position, ids in struct.iter_unpack(f"<f{4 * num}si{4 * num}s", content):
+        packed = values + ids
+        yield TokenLogprobs(logprob, position, packed if num > MAX_LOGPROB_IDS else _pairs(packed))
 
 
 class PromptReport(msgspec.Struct, frozen=True, array_like=True):

@@ -131,6 +131,12 @@ def test_a_prompt_s_unknown_id_is_refused_by_its_number(llm, token_id):
     assert llm.generate(prompt_for("abcd"), "upper", GREEDY)[0].text == "ABCD"
 
 
+def test_an_impossible_prompt_starts_no_request_of_its_call(llm, monkeypatch):
+    monkeypatch.setattr(llm.client, "submit", lambda *_: pytest.fail("a request started"))
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        llm.generate([IDS, []], None, GREEDY)
+
+
 def test_parameters_are_prepared_once_for_all_prompts_of_a_call(llm, monkeypatch):
     prepared = []
     monkeypatch.setattr(llm, "_prepared", lambda one: prepared.append(one) or one)

@@ -85,7 +85,7 @@ def match(
         replaced = replaced_rows(tensors, config, shape, places, base_dir, where)
     own = {row.key for row in replaced}
     copies = base_copies({key: one for key, one in tensors.items() if key not in own}, shape, where)
-    names = read_names(tensors.keys() - own - {*copies}, places.layer_prefix, places.outer, where)
+    names = read_names(tensors.keys() - own - {*copies}, places.layer_prefix, places.outer, where, own)
     if places.older and any(f".{places.older}" in name.path for name in names.by_key.values()):
         places = place_map(shape, older_names=True)
     names = names.with_stacked(places.by_path, places.stacked)

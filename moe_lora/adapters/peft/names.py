@@ -136,7 +136,7 @@ class Names:
 
     def readings(self, path: str) -> tuple[str, ...]:
         """The module's paths in the config."""
-        if not self._read_as:
+        if not (self._fronts or self._read_as):
             return (path,)
         own = f"{self._layer_prefix.rpartition('.')[0]}."
         fronts = self._fronts if path.startswith(own) else ()
@@ -162,8 +162,10 @@ class OuterPaths(NamedTuple):
     embedding: str
 
 
-def read_names(keys: Iterable[str], layer_prefix: str, outer: OuterPaths, where: str) -> Names:
-    """The keys of a file in parts.  layer_prefix: e.g. `model.layers`.
+def read_names(
+    keys: Iterable[str], layer_prefix: str, outer: OuterPaths, where: str, rows: Iterable[str] = ()
+) -> Names:
+    """The keys of a file in parts.  layer_prefix: e.g. `model.layers`.  rows: keys of replaced rows.
 
     Raises AdapterError for a name of no LoRA tensor, two adapters, or two prefixes.
     """
@@ -171,7 +173,9 @@ def read_names(keys: Iterable[str], layer_prefix: str, outer: OuterPaths, where:
     if len({name.adapter for name in by_key.values()}) > 1:
         raise _two_adapters(by_key, where)
     _check_one_front(by_key, layer_prefix, where)
-    fronts: dict[str, None] = {}
+    leaf = outer.embedding[outer.embedding.rfind(".") :]
+    plain = (without_wrappers(key).removeprefix(_PEFT_PREFIX) for key in rows)
+    fronts = {key[: key.rindex(leaf) + 1]: None for key in plain if leaf in key}
     read_as: dict[str, dict[str, None]] = {}
     for name in by_key.values():
         in_layers = name.path.startswith(f"{layer_prefix}.")

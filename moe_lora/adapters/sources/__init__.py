@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -35,6 +36,9 @@ _ADDRESS = re.compile(r"(\w[\w+.-]*)://(.*)", re.DOTALL)
 _MAX_CHARS = 1024
 _KEPT_S = 24 * 3600
 """Files of a fetch stay this long: other servers of the folder may serve from there."""
+_DIGEST = "[0-9a-f]" * 64
+_KEPT_ADAPTERS = 16
+"""Largest adapters that the files of all fetches may be, on half of the disk at most."""
 MAX_FETCHES = 8
 _FETCHES = threading.BoundedSemaphore(MAX_FETCHES)
 """Bounds threads that wait for slow sources."""
@@ -143,14 +147,32 @@ def check_files(address: str, sizes: dict[str, int | None], max_bytes: int) -> l
 
 def former(folder: Path, folders: Iterable[Path]) -> list[Path]:
     """Mark `folder` as used now; returns the folders neither used last before, nor within a day."""
-    used_s = dict[Path, float]()
     with suppress(OSError):  # of another owner
         os.utime(folder)
+    uses = [(used_s, one) for used_s, one in _uses(folders) if one != folder]
+    return [one for used_s, one in uses[:-1] if used_s < time.time() - _KEPT_S]
+
+
+def remove_unused(cache: Path, max_bytes: int) -> None:
+    """Remove the longest unused addresses' files beyond the bound, unless used within a day.
+
+    Instances have copies of loaded adapters.
+    """
+    left = min(_KEPT_ADAPTERS * max_bytes, shutil.disk_usage(cache).total // 2)
+    for used_s, place in reversed(_uses(cache.glob(f"*/{_DIGEST}*"))):
+        with suppress(OSError):  # removed meanwhile
+            left -= sum(one.lstat().st_size for one in place.rglob("*"))
+        if left < 0 and used_s < time.time() - _KEPT_S:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _uses(folders: Iterable[Path]) -> list[tuple[float, Path]]:
+    """Times of last uses and folders, the longest unused first."""
+    uses = list[tuple[float, Path]]()
     for one in folders:
         with suppress(OSError):  # removed meanwhile
-            used_s[one] = one.stat().st_mtime
-    used_s.pop(folder, None)
-    return [one for one in sorted(used_s, key=used_s.__getitem__)[:-1] if used_s[one] < time.time() - _KEPT_S]
+            uses.append((one.stat().st_mtime, one))
+    return sorted(uses)
 
 
 def unreachable(address: str, error: Exception) -> PeerUnreachableError:

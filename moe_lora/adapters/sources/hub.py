@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moe_lora.core.errors import AdapterError
 
-from . import check_files, former, unreachable
+from . import check_files, former, remove_unused, unreachable
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ def fetch(address: str, cache: Path, max_bytes: int) -> Path:
     repo, revision = found["repo"], found["revision"]
     prefix = f"{found['folder'].rstrip('/')}/" if found["folder"] else ""
     place = cache / "hub" / hashlib.sha256(address.encode()).hexdigest()
+    is_new = not place.exists()
+    former(place, ())  # before the transfer: another thread may look for unused files
     try:
         info = HfApi().model_info(repo, revision=revision, files_metadata=True)
         sizes = {
@@ -43,6 +45,8 @@ def fetch(address: str, cache: Path, max_bytes: int) -> Path:
         for name in names:
             got = hf_hub_download(repo, prefix + name, revision=info.sha, cache_dir=place)
         _remove_former(place, Path(got).parents[prefix.count("/")])
+        if is_new:
+            remove_unused(cache, max_bytes)
         return Path(got).parent
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise AdapterError(

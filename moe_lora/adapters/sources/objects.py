@@ -13,7 +13,7 @@ from typing import Any
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.host import OwnFolder
 
-from . import check_files, former, unreachable
+from . import check_files, former, remove_unused, unreachable
 
 
 def fetch(address: str, cache: Path, max_bytes: int) -> Path:
@@ -62,6 +62,7 @@ def _fetched(system: Any, root: str, address: str, cache: Path, max_bytes: int) 
             os.rename(partial, place)
     for one in former(place, place.parent.glob(f"{own}-*")):
         shutil.rmtree(one, ignore_errors=True)
+    remove_unused(cache, max_bytes)
     return place
 
 

@@ -243,7 +243,7 @@ class ConnectionMux:
 INSTANCE_INTERFACE = Interface({**ENGINE_VERBS, **verbs_of(ConnectionMux)})
 HANDSHAKE = Handshake(
     "front end",
-    version=22,
+    version=23,
     payload=Decoder(InstanceFacts),
     dials=Protocol.of(Request, Abort, answers=INSTANCE_INTERFACE),
     listens=Protocol.of(Outputs, Rejected, Dead, Beat, Move, asks=INSTANCE_INTERFACE),

@@ -188,10 +188,10 @@ def _serve_engine(
         watching = asyncio.create_task(end_stuck(loop.pulse, stuck_s))
         facts = InstanceFacts(core.info, notes.place)
         await links.run(config.instance, secrets.token_hex(8), facts, loop.pulse)
-        watching.cancel()
         if links.restarts:
             end_for_restart()
         await asyncio.to_thread(loop.join)
+        watching.cancel()
         return RESTART_CODE if links.restarts else 1 if links.failed else 0
 
     return asyncio.run(serve())

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,8 @@ import msgspec
 from anyio import fail_after
 from websockets.asyncio.connection import Connection
 from websockets.exceptions import ConnectionClosed
+
+from moe_lora.core.errors import MoeLoraError
 
 from .codec import MAX_FRAME_BYTES, AnswerFrame, CallFrame, FailureFrame, Message, Protocol, encode
 
@@ -62,6 +64,15 @@ class Asked:
 
     def fail(self, error: Exception) -> None:
         self.peer.send(FailureFrame(self.number, error))
+
+    async def answer_by(self, method: Callable[..., Awaitable[Any]], *args: Any) -> None:
+        """Send the method's result or error; the log has unexpected errors."""
+        try:
+            self.answer(await method(*args))
+        except Exception as error:
+            if not isinstance(error, MoeLoraError | OSError | ValueError | KeyError):
+                logger.exception("%s failed", self.method)
+            self.fail(error)
 
 
 class Peer:

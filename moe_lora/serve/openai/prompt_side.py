@@ -216,7 +216,7 @@ def check_report(delta: Delta) -> None:
 
 def structs_top(scores: TokenLogprobs, num: int) -> TokenLogprobs:
     """The scores with the `num` likeliest tokens; -1: all."""
-    return scores if num == -1 else replace(scores, top=scores.top[:num])
+    return scores if num == -1 else replace(scores, likeliest=scores.top[:num])
 
 
 async def in_slices(parts: Iterable[bytes]) -> msgspec.Raw:

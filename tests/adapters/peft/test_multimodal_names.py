@@ -54,6 +54,11 @@ CONFIGS = {
         "target_modules": ["embed_tokens", "q_proj"],
         "exclude_modules": [f"{STACK}.{layer}.self_attn.q_proj" for layer in range(2)],
     },
+    "rows of the embedding, a pair of the head, and an excluded whole name": {
+        "target_modules": ["lm_head", "q_proj"],
+        "exclude_modules": [f"{STACK}.{layer}.self_attn.q_proj" for layer in range(2)],
+        "trainable_token_indices": [3, 5],
+    },
 }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_lora.adapters import sources as package
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 from moe_lora.adapters.sources import AdapterSources
 from moe_lora.config.optional_parts import SourcesConfig
@@ -85,6 +86,20 @@ def test_a_commit_that_was_fetched_within_a_day_stays(hub: Hub, tmp_path: Path) 
     assert [(one / WEIGHTS_FILE).is_file() for one in places] == [True, False, True]
     fetched(4)
     assert [(one / WEIGHTS_FILE).is_file() for one in places] == [True, False, False]
+
+
+def test_the_longest_unused_addresses_make_room(hub: Hub, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(package, "_KEPT_ADAPTERS", 1)
+    num_bytes = sum(one.stat().st_size for one in (tmp_path / "repo").iterdir() if one.is_file())
+    fetcher = sources(tmp_path, "hf://acme/*", max_gb=1.5 * num_bytes / 1e9)
+    places = []
+    for folder in ("a", "b", "a", "c"):
+        peft_folder(tmp_path / "repo" / folder, 1)
+        places.append(Path(fetcher.local(f"hf://acme/support/{folder}")))
+        whole = next(one for one in places[-1].parents if one.parent.name == "hub")
+        if folder == "b":
+            os.utime(whole, (1, 1))
+    assert [one.exists() for one in places] == [True, False, True, True]
 
 
 def test_a_failed_removal_of_former_commits_fails_no_fetch(

@@ -10,6 +10,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from moe_lora.adapters import sources
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 from moe_lora.adapters.sources import objects
 from moe_lora.core.errors import AdapterError, PeerUnreachableError
@@ -67,6 +68,34 @@ def test_the_last_two_states_of_each_address_stay(memory, tmp_path: Path) -> Non
         places.append(fetch(tmp_path))
         os.utime(places[-1], (number, number))
     assert set(another.parent.iterdir()) == {another, *places[2:]}
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_the_longest_unused_addresses_make_room_unless_used_within_a_day(
+    is_old, memory, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(sources, "_KEPT_ADAPTERS", 2)
+    content = peft_folder(tmp_path / "source", 1)
+    limit = sum(one.stat().st_size for one in content.iterdir())
+    beside = tmp_path / "cache" / "objects" / "a file of the user"
+    places = {}
+
+    def fetched(name: str) -> None:
+        memory.put(str(content), f"/bucket/{name}", recursive=True)
+        places[name] = objects.fetch(f"memory://bucket/{name}", tmp_path / "cache", limit)
+
+    for number, name in enumerate(("first", "second", "third")):
+        fetched(name)
+        if is_old:
+            os.utime(places[name], (number, number))
+        if name == "first":
+            beside.write_bytes(bytes(10 * limit))
+        if name == "second":
+            fetched("first")  # in use again
+            os.utime(places["first"], (2, 2) if is_old else None)
+    left = [name for name, place in places.items() if place.exists()]
+    assert left == (["first", "third"] if is_old else ["first", "second", "third"])
+    assert beside.exists()
 
 
 WRITER = """

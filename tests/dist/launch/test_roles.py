@@ -121,12 +121,13 @@ from unittest import mock
 
 from moe_lora.config import EngineConfig
 from moe_lora.dist.launch import roles
+from moe_lora.engine.client.messages import Pulse
 
 
 class Hangs:
-    '''Links whose process was told to restart, and an engine loop that does not end.'''
+    '''Links whose process was told to end, and an engine loop that does not end.'''
 
-    restarts, stop, emit, pulse = True, None, None, None
+    restarts, stop, emit, pulse = RESTARTS, None, None, Pulse()
 
     def __init__(self, *_):
         self.start = lambda: None
@@ -143,10 +144,13 @@ with (
     mock.patch("moe_lora.dist.cluster.instance_links.FrontEndLinks", Hangs),
     mock.patch("moe_lora.engine.loop.EngineLoop", Hangs),
     mock.patch("moe_lora.engine.build.build_engine", lambda *_: core),
-    mock.patch.object(roles, "RESTART_S", 0.1),
+    mock.patch.multiple(roles, RESTART_S=0.1, LOOK_S=0.01),
 ):
-    roles._serve_engine(EngineConfig(model_dir="base"), roles.JobPlace(), {}, None, None, 3600.0)
+    Hangs.pulse.work()
+    roles._serve_engine(EngineConfig(model_dir="base"), roles.JobPlace(), {}, None, None, STUCK_S)
 """
+RESTARTED = HANGS.replace("RESTARTS", "True").replace("STUCK_S", "3600.0")
+STOPPED = HANGS.replace("RESTARTS", "False").replace("STUCK_S", "0.1")
 STUCK = """
 import asyncio
 from moe_lora.dist.launch import roles
@@ -161,12 +165,13 @@ asyncio.run(roles.end_stuck(pulse, 0.1))
 @pytest.mark.parametrize(
     ("program", "code", "said"),
     [
-        (HANGS, roles.RESTART_CODE, "it was told to end, to be started again, and hangs"),
+        (RESTARTED, roles.RESTART_CODE, "it was told to end, to be started again, and hangs"),
+        (STOPPED, 1, "the engine does not get on"),
         (STUCK, 1, "the engine does not get on"),
     ],
-    ids=["told", "stuck"],
+    ids=["restarted", "stopped", "stuck"],
 )
-def test_a_process_whose_engine_hangs_ends_for_its_restart(program, code, said):
+def test_a_process_whose_engine_hangs_ends(program, code, said):
     ended = start_program(program, stderr=subprocess.PIPE)
     _, words = ended.communicate()
     assert ended.returncode == code, words

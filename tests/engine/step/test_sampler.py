@@ -67,6 +67,16 @@ def test_the_whole_vocabulary_of_one_row_is_of_no_other_row(monkeypatch):
     assert sum(copied) < 10 * 1000
 
 
+def test_numbers_of_a_whole_vocabulary_are_made_by_the_reader():
+    """The engine's thread, for which all streams wait, makes none."""
+    logits = torch.randn(1, 1000)
+    _, [report] = sampled(logits.clone(), [sequence(temperature=0.0, logprobs=-1)], EOS)
+    assert len(report.likeliest) == 8 * 1000
+    assert isinstance(report.likeliest, bytes)
+    values, ids = torch.log_softmax(logits, dim=-1)[0].sort(descending=True)
+    assert report.top == tuple(zip(ids.tolist(), values.tolist(), strict=True))
+
+
 def test_settings_beyond_the_vocabulary_mean_all_of_it():
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     probs = truncated_probabilities(logits, [SamplingParams(top_k=10**40)])

@@ -135,8 +135,8 @@ class ControllerLink:
             return await self._peer.call(verb, *args, **words)
         except PeerEndedError as error:
             raise ControllerAwayError(
-                "the controller was lost before it answered, so it is not known whether this was done; look "
-                "what is there (GET /v1/adapters, GET /v1/instances) once it is back, then send it again"
+                "the controller was lost before it answered, so it is not known whether this was done or "
+                "goes on; look (GET /v1/adapters, GET /v1/instances, GET /v1/lora_server), then send it again"
             ) from error
 
     async def leave(self) -> None:

@@ -18,7 +18,6 @@ from anyio import fail_after
 from moe_lora.config import ONE_FRONT_END
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.address import Address, parse_address
-from moe_lora.core.errors import MoeLoraError
 from moe_lora.dist.cluster.listener import RECOVERY_S
 from moe_lora.dist.net.codec import Message
 from moe_lora.dist.net.connection import Pings, listen
@@ -211,7 +210,7 @@ class FrontEndListener:
 
     def _hear(self, session: Session, message: Message | Asked) -> None:
         if isinstance(message, Asked):
-            self.spawn(self._answer(message))
+            self.spawn(message.answer_by(self._value, message))
         elif isinstance(message, Taken):
             session.taken = message.number
             self._changed.set()
@@ -232,17 +231,12 @@ class FrontEndListener:
         if self.sessions and all(one.is_leaving for one in self.sessions):
             self.spawn(self._controller.leave())
 
-    async def _answer(self, call: Asked) -> None:
+    async def _value(self, call: Asked) -> Any:
         await self._ready.wait()
-        try:
-            value = await self._controller.call(call.method, *call.args)
-            self._give_out()
-            await self._all_taken(self._state_log.state.number)
-            call.answer(value)
-        except Exception as error:
-            if not isinstance(error, MoeLoraError | OSError | ValueError | KeyError):
-                logger.exception("%s failed", call.method)
-            call.fail(error)
+        value = await self._controller.call(call.method, *call.args)
+        self._give_out()
+        await self._all_taken(self._state_log.state.number)
+        return value
 
     async def _all_taken(self, number: int) -> None:
         async def wait() -> None:

@@ -7,20 +7,17 @@ The keeper starts and ends ranks of the LoRA Server.  The controller moves insta
 from __future__ import annotations
 
 import asyncio
-import logging
 import typing
 
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.address import Address
-from moe_lora.core.errors import EngineDeadError, LoraServerError, MoeLoraError
+from moe_lora.core.errors import EngineDeadError, LoraServerError
 from moe_lora.dist.net.codec import Decoder, Interface, Protocol, verb, verbs_of
 from moe_lora.dist.net.connection import dial
 from moe_lora.dist.net.peer import Asked, Peer
 from moe_lora.dist.net.session import Handshake, stay_connected
 
 from .cluster_controller import ControlledFleet
-
-logger = logging.getLogger(__name__)
 
 
 def keeper_socket(cluster: ClusterConfig) -> str:
@@ -48,20 +45,12 @@ class LinkEnd:
         try:
             async for asked in peer.messages():
                 assert isinstance(asked, Asked)
-                task = asyncio.create_task(self._answer(asked))
+                task = asyncio.create_task(asked.answer_by(self._verbs[asked.method], *asked.args))
                 self.answering.add(task)
                 task.add_done_callback(self.answering.discard)
         finally:
             if self.peer is peer:
                 self.peer = None
-
-    async def _answer(self, asked: Asked) -> None:
-        try:
-            asked.answer(await self._verbs[asked.method](*asked.args))
-        except Exception as error:
-            if not isinstance(error, MoeLoraError | OSError):
-                logger.exception("%s failed", asked.method)
-            asked.fail(error)
 
 
 class KeeperLink(LinkEnd):

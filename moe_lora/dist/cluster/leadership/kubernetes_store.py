@@ -31,9 +31,9 @@ class KubernetesStore:
     """A `LeaseStore`.
 
     The epoch is the resource version before the holder's first write.  Kubernetes numbers the versions of
-    Leases in one rising order, also past a deletion.  The lease ends after a time without a change, by the
-    clock of the waiting process.  folder: token and authority of the service account.  Raises ConfigError
-    outside of pods.
+    Leases in one rising order, also past a deletion.  A renewal makes a deleted Lease again.  The lease ends
+    after a time without a change, by the clock of the waiting process.  folder: token and authority of the
+    service account.  Raises ConfigError outside of pods.
     """
 
     def __init__(self, namespace: str, name: str, ttl_s: float, folder: Path = _ACCOUNT) -> None:
@@ -55,7 +55,7 @@ class KubernetesStore:
 
     def acquire(self, holder: str) -> tuple[str, int]:
         self._holder = holder
-        lease = self._read() or self._call("POST", self._path, self._new()) or self._read()
+        lease = self._read() or self._create()
         if lease is not None and self._is_free(lease):
             lease = self._write_holder(lease) or self._read()
         if lease is None or not (found := _holder(lease)):
@@ -69,8 +69,8 @@ class KubernetesStore:
             if (written := self._write(lease, renewTime=_now())) is not None:
                 self._lease = written
                 return
-            lease = self._read()
-        raise LostLeaseError(f"another controller has Lease {self._name}, or the Lease was deleted")
+            lease = self._read() or self._create(lease["spec"], annotations={EPOCH: str(epoch)})
+        raise LostLeaseError(f"another controller has Lease {self._name}, or deletes the Lease")
 
     def release(self) -> None:
         if self._holder and (lease := self._read()) is not None and _holder(lease) == self._holder:
@@ -99,8 +99,11 @@ class KubernetesStore:
             renewTime=now,
         )
 
-    def _new(self) -> Lease:
-        return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": self._metadata}
+    def _create(self, spec: Lease | None = None, **metadata: Any) -> Lease | None:
+        """The new Lease, or the Lease that another process made first."""
+        new = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "spec": spec or {}}
+        new["metadata"] = {**self._metadata, **metadata}
+        return self._call("POST", self._path, new) or self._read()
 
     def _read(self) -> Lease | None:
         return self._call("GET", f"{self._path}/{self._name}")

@@ -112,6 +112,37 @@ def test_others_may_edit_the_lease_of_a_leader(api):
     assert api.leases[NAME]["metadata"]["labels"] == {"team": "serving"}
 
 
+def test_a_renewal_makes_a_deleted_lease_again_and_the_next_epoch_is_higher(api, clock):
+    a, b = opened(api, "a"), opened(api, "b")
+    first = a.acquire("a")
+    for _ in range(2):
+        api.delete(NAME)
+        a.renew()
+        assert b.acquire("b") == first
+    clock.now_s += TTL_S
+    holder, epoch = opened(api, "c").acquire("c")
+    assert (holder, epoch) == first, "a new process waits"
+    holder, epoch = b.acquire("b")
+    assert holder == "b"
+    assert epoch > first[1]
+
+
+def test_a_lease_that_another_made_after_the_deletion_is_lost(api):
+    a, b = opened(api, "a"), opened(api, "b")
+    a.acquire("a")
+    api.delete(NAME)
+
+    def step_in(account: str, method: str) -> None:
+        if (account, method) == ("a", "POST"):
+            api.before = lambda account, method: None
+            assert b.acquire("b")[0] == "b"
+
+    api.before = step_in
+    with pytest.raises(LostLeaseError, match=f"another controller has Lease {NAME}"):
+        a.renew()
+    b.renew()
+
+
 @pytest.mark.parametrize("renewed", ["1970-01-01T00:00:00.000000Z", "2199-01-01T00:00:00.000000Z"])
 def test_a_lease_ends_by_the_standby_s_own_time_whatever_other_clocks_say(api, clock, renewed):
     a, b = opened(api, "a"), opened(api, "b", ttl_s=250.0)
