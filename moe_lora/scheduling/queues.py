@@ -77,7 +77,7 @@ class Background(Generic[Sequence]):
     """Gives the scheduler background requests while no other request is there.
 
     An arriving request puts all background requests back at the next plan.  Requests here count as waiting,
-    so versions of their adapters stay.
+    so versions of their adapters stay; they have no lease.
     """
 
     def __init__(self, scheduler: Scheduler[Sequence], adapters: Adapters[Any]) -> None:
@@ -128,6 +128,9 @@ class Background(Generic[Sequence]):
         scheduler = self._scheduler
         scheduler.preempt_all()
         self._parked.extendleft(reversed(scheduler.waiting))
+        if self._adapters.waits_for_others:
+            for adapter in {one.adapter for one in self._parked if one.adapter is not None}:
+                self._adapters.release_lease(adapter)
         self._others, scheduler.waiting, scheduler.tenants = None, others, others
         arrived, self._arrived = self._arrived, []
         for sequence in arrived:
