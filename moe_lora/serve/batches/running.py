@@ -59,7 +59,7 @@ class KeyGoneError(Exception):
 
 
 class BackgroundCaller(Caller):
-    """A caller whose requests run in steps without others, with a separate tenant."""
+    """A caller whose requests run in steps without others, with a separate tenant outside of engines."""
 
     background = True
 

@@ -393,7 +393,7 @@ class Generation:
             prompt_token_ids=self.prompts[index // self.num_choices],
             sampling=sampling,
             adapter=self.adapter,
-            tenant=self.caller.tenant,
+            tenant=self.caller.owner,
             share=self.caller.share,
             priority=BACKGROUND if self.caller.background else self.priority,
             cache_salt=salt,

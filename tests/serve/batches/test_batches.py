@@ -28,6 +28,8 @@ from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.request import BACKGROUND
 from moe_lora.provision.online import DemandWindow
+from moe_lora.serve.access import Caller
+from moe_lora.serve.admin.controls import scope_of
 from moe_lora.serve.api_keys import add_key, read_keys, remove_key
 from moe_lora.serve.batches import endpoints, running, store
 from moe_lora.serve.batches.store import FullError, Store
@@ -435,7 +437,12 @@ def test_a_tenant_sees_its_own_files_and_batches(tokenizer, tmp_path):
         assert httpx.get(f"{url}/v1/batches", trust_env=False).status_code == 401
         for one in (first, second, third):
             one.close()
-    assert {one.tenant for one in engine.requests} == {"acme(batch)", "globex(batch)"}
+    assert {one.cache_salt for one in engine.requests} == {"acme(batch)", "globex(batch)"}
+    assert {one.tenant for one in engine.requests} == {"acme", "globex"}, "no further share of an engine"
+    scope = scope_of(Caller(read_keys(file)[2], is_admin=False))
+    assert [scope.covers(one) for one in engine.requests] == [
+        (one.tenant, one.adapter) == ("globex", "shout") for one in engine.requests
+    ]
 
 
 def test_a_removed_key_ends_its_batch(tokenizer, tmp_path):
