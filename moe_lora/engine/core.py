@@ -504,6 +504,7 @@ class EngineCore:
             num_running=len(self._scheduler.running),
             num_waiting=self._scheduler.num_waiting,
             num_deferred=self._scheduler.num_deferred,
+            num_background=self._scheduler.num_background,
             running_adapters=names(self._scheduler.running),
             waiting_adapters=names([*self._scheduler.loading, *self._scheduler.waiting]),
             resident_adapters=tuple(sorted({a.name for a in self.adapters.resident()})),

@@ -97,6 +97,11 @@ class Background(Generic[Sequence]):
     def num_waiting(self) -> int:
         return len(self._parked) + len(self._arrived)
 
+    @property
+    def num_queued(self) -> int:
+        """Background requests here and in the scheduler's queue."""
+        return len(self._parked) + (len(self._scheduler.waiting) if self.runs else 0)
+
     def add(self, sequence: Sequence) -> None:
         (self._parked if sequence.priority >= BACKGROUND else self._arrived).append(sequence)
         if sequence.adapter is not None:
