@@ -25,9 +25,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from moe_lora.config.front_end import ControllerConfig, FrontEndPlace
 from moe_lora.core.clock import WallClock
-from moe_lora.core.errors import ConfigError
+from moe_lora.core.errors import BusyError, ConfigError
 from moe_lora.core.request import BACKGROUND
 from moe_lora.provision.online import DemandWindow
+from moe_lora.serve import http_errors
 from moe_lora.serve.access import Caller
 from moe_lora.serve.admin.controls import scope_of
 from moe_lora.serve.api_keys import add_key, read_keys, remove_key
@@ -184,6 +185,27 @@ def test_a_request_that_is_aborted_each_time_is_a_failed_row(tokenizer, monkeypa
     assert response["status_code"] == 503
     assert response["body"]["error"]["message"] == ABORTED
     assert len(engine.requests) == 4
+
+
+def test_a_batch_waits_while_the_model_sleeps(tokenizer, monkeypatch):
+    for module, name in ((running, "BUSY_S"), (http_errors, "BUSY_S"), (running, "LOOK_S")):
+        monkeypatch.setattr(module, name, 0.01)
+    monkeypatch.setattr(running, "RETRY_S", ())
+    asleep, statuses, call = BusyError("the model is asleep"), [], running.call
+
+    async def watched(*args):
+        answer = await call(*args)
+        statuses.append(answer.status)
+        return answer
+
+    monkeypatch.setattr(running, "call", watched)
+    engine = scripted(tokenizer, refuse=asleep)
+    with served(engine, tokenizer) as url, client_of(url) as client:
+        batch = create(client, lines_of({"prompt": "a"}, {"prompt": "b"}))
+        wait_until(lambda: len(statuses) > 8, "attempts")
+        engine.refuse = None
+        assert ended(client, batch.id).request_counts.completed == 2
+    assert set(statuses[:8]) == {503}
 
 
 def test_files_with_too_many_requests_and_with_many_wrong_lines(tokenizer, monkeypatch):
