@@ -225,7 +225,7 @@ class Generation:
         num_tokens = self.num_choices * (sum(map(len, self.prompts)) + sum(self.answer_tokens))
         refusal = allowance.refusal(num_tokens)
         if refusal is not None:
-            raise self.frontend.limits.refusal("key_tokens", refusal)
+            raise refusal if self.caller.background else self.frontend.limits.refusal("key_tokens", refusal)
         return reserved(allowance, num_tokens)
 
     async def whole(self) -> list[Delta]:

@@ -83,6 +83,19 @@ def ended(client: openai.OpenAI, batch_id: str):
         time.sleep(0.05)
 
 
+def watch_calls(monkeypatch) -> list[int]:
+    """Statuses of the answers to all attempts from now on."""
+    statuses, call = [], running.call
+
+    async def watched(*args):
+        answer = await call(*args)
+        statuses.append(answer.status)
+        return answer
+
+    monkeypatch.setattr(running, "call", watched)
+    return statuses
+
+
 def content(client: openai.OpenAI, file_id: str | None) -> dict:
     assert file_id is not None
     rows = [json.loads(row) for row in client.files.content(file_id).text.splitlines()]
@@ -191,15 +204,8 @@ def test_a_batch_waits_while_the_model_sleeps(tokenizer, monkeypatch):
     for module, name in ((running, "BUSY_S"), (http_errors, "BUSY_S"), (running, "LOOK_S")):
         monkeypatch.setattr(module, name, 0.01)
     monkeypatch.setattr(running, "RETRY_S", ())
-    asleep, statuses, call = BusyError("the model is asleep"), [], running.call
-
-    async def watched(*args):
-        answer = await call(*args)
-        statuses.append(answer.status)
-        return answer
-
-    monkeypatch.setattr(running, "call", watched)
-    engine = scripted(tokenizer, refuse=asleep)
+    statuses = watch_calls(monkeypatch)
+    engine = scripted(tokenizer, refuse=BusyError("the model is asleep"))
     with served(engine, tokenizer) as url, client_of(url) as client:
         batch = create(client, lines_of({"prompt": "a"}, {"prompt": "b"}))
         wait_until(lambda: len(statuses) > 8, "attempts")
@@ -492,6 +498,19 @@ def test_a_changed_rate_of_a_key_is_its_batches_rate_too(tokenizer, tmp_path):
         new.write_bytes(text)
         new.replace(file)
         assert ended(client, batch.id).request_counts.completed == 50
+
+
+def test_a_batch_that_waits_for_its_tokens_is_no_refused_request(tokenizer, tmp_path, monkeypatch):
+    file = tmp_path / "keys.json"
+    key = add_key(file, msgspec.structs.replace(rights("acme"), tokens_per_minute=8.0))
+    statuses = watch_calls(monkeypatch)
+    frontend = frontend_of(scripted(tokenizer), tokenizer, api_keys=str(file), batch_concurrency=1)
+    with ServerThread(create_app(frontend)) as thread, client_of(thread.url, key) as client:
+        create(client, lines_of({"prompt": "the"}, {"prompt": "the"}))
+        wait_until(lambda: 429 in statuses, "the batch waits for tokens")
+    families = text_string_to_metric_families(frontend.metrics.render().decode())
+    refused = [one for family in families for one in family.samples if one.name.endswith("refused_total")]
+    assert [one.value for one in refused if one.labels["reason"] == "key_tokens"] == [0]
 
 
 def test_a_shutdown_keeps_answers_and_begins_no_requests(tokenizer, tmp_path):
