@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import resource
 import signal
 import socket
 import struct
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -263,6 +267,29 @@ def test_use_of_owners_is_known_after_a_restart(tmp_path):
     again.receive("a", -51)
     again.remove(again.get("a", "file", record.id))
     again.receive("a", 100)
+
+
+def test_a_temporary_folder_ends_with_its_store_and_after_a_kill(tmp_path, monkeypatch):
+    program = "from moe_lora.serve.batches.store import Store as S; s = S(None, 1); print(flush=True); input()"
+    killed = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert killed.stdout.readline() == b"\n"
+    [left] = tmp_path.iterdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    beside = Store(None, 1)
+    assert left.exists(), "its server runs"
+    killed.kill()
+    killed.communicate()
+    after = Store(None, 1)
+    assert not left.exists()
+    assert beside.path("").exists()
+    del beside, after
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
 
 
 @contextmanager
