@@ -85,14 +85,9 @@ class Scheduler(Generic[Sequence]):
 
     @property
     def num_waiting(self) -> int:
-        """Sequences before their first step, but for `num_background`."""
+        """Sequences before their first step, but for the background's `num_queued`."""
         num, background = len(self.waiting) + len(self.loading), self.background
         return num if background is None else num + background.num_waiting - background.num_queued
-
-    @property
-    def num_background(self) -> int:
-        """Background sequences in a queue."""
-        return 0 if self.background is None else self.background.num_queued
 
     @property
     def num_deferred(self) -> int:

@@ -23,7 +23,8 @@ def prompt(length: int) -> range:
 
 def queued(parts: Parts) -> tuple[int, int]:
     """Requests that wait, and background requests in a queue."""
-    return parts.scheduler.num_waiting, parts.scheduler.num_background
+    background = parts.scheduler.background
+    return parts.scheduler.num_waiting, 0 if background is None else background.num_queued
 
 
 def test_a_request_starts_at_once_and_background_requests_go_on_after_it():

@@ -270,7 +270,7 @@ def test_use_of_owners_is_known_after_a_restart(tmp_path):
 
 
 def test_a_temporary_folder_ends_with_its_store_and_after_a_kill(tmp_path, monkeypatch):
-    program = "from moe_lora.serve.batches.store import Store as S; s = S(None, 1); print(flush=True); input()"
+    program = "from moe_lora.serve.batches.store import Store; s = Store(None, 1); print(flush=True); input()"
     killed = subprocess.Popen(
         [sys.executable, "-c", program],
         env={**os.environ, "TMPDIR": str(tmp_path)},
