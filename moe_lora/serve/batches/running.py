@@ -314,7 +314,9 @@ class Run:
                 answer = await call(batches.app, line.url, body_at(source, line), caller, request_id)
             if answer.status in TRANSIENT and ending.begun:
                 continue
-            if answer.status == 429 or (answer.status == 503 and answer.retry_s >= BUSY_S):
+            is_busy = answer.status == 503 and answer.retry_s >= BUSY_S
+            if answer.status == 429 or is_busy:
+                waits_s = iter(RETRY_S) if is_busy else waits_s  # a sleep aborts requests
                 await asyncio.sleep(max(LOOK_S, answer.retry_s))
                 continue
             wait_s = next(waits_s, None) if answer.status in TRANSIENT else None

@@ -218,6 +218,22 @@ def test_a_batch_waits_while_the_model_sleeps(tokenizer, monkeypatch):
     assert set(statuses[:8]) == {503}
 
 
+def test_many_sleeps_that_abort_a_request_do_not_use_up_its_attempts(tokenizer, monkeypatch):
+    monkeypatch.setattr(running, "RETRY_S", (0.0,))
+    monkeypatch.setattr(running, "LOOK_S", 0.0)
+    monkeypatch.setattr(running, "BUSY_S", 0.01)
+    aborted, asleep = running.BatchAnswer(503, {}), running.BatchAnswer(503, {}, 0.01)
+    answers = iter([*[aborted, asleep] * 5, running.BatchAnswer(200, {})])
+
+    async def call(*_):
+        return next(answers)
+
+    monkeypatch.setattr(running, "call", call)
+    with served(scripted(tokenizer), tokenizer) as url, client_of(url) as client:
+        found = ended(client, create(client, lines_of({"prompt": "a"})).id)
+    assert (found.request_counts.completed, found.request_counts.failed) == (1, 0)
+
+
 def test_files_with_too_many_requests_and_with_many_wrong_lines(tokenizer, monkeypatch):
     monkeypatch.setattr(running, "MAX_REQUESTS", 300)
     with served(scripted(tokenizer), tokenizer) as url, client_of(url) as client:
