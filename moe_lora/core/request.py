@@ -466,7 +466,8 @@ STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 class EngineStats:
     """Gauges (now) and counters (since start) of an engine (docs/reference/prometheus.md).
 
-    num_deferred: waiting requests without their adapter, or with a pause.
+    num_deferred: waiting requests without their adapter, or with a pause.  num_background: requests of
+    batches in a queue, beside num_waiting.
     device_kv_invalid_bytes: history of adapters not on the device.  kv_query_tokens: looked up at each
     admission.  swapped: copied between the arenas.  kv_lost_bytes: evicted from the device without a host
     copy.  num_put_back: waiting requests that yielded their room to an older request. lora_server_ fields
@@ -482,6 +483,7 @@ class EngineStats:
     num_running: int = 0
     num_waiting: int = 0
     num_deferred: int = 0
+    num_background: int = 0
     kv_usage: float = 0.0
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()

@@ -500,10 +500,12 @@ class EngineCore:
         def names(sequences: list[Sequence]) -> tuple[str, ...]:
             return tuple(sorted({s.adapter.name for s in sequences if s.adapter is not None}))
 
+        background = self._scheduler.background
         return EngineStats(
             num_running=len(self._scheduler.running),
             num_waiting=self._scheduler.num_waiting,
             num_deferred=self._scheduler.num_deferred,
+            num_background=0 if background is None else background.num_queued,
             running_adapters=names(self._scheduler.running),
             waiting_adapters=names([*self._scheduler.loading, *self._scheduler.waiting]),
             resident_adapters=tuple(sorted({a.name for a in self.adapters.resident()})),

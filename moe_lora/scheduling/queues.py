@@ -77,7 +77,7 @@ class Background(Generic[Sequence]):
     """Gives the scheduler background requests while no other request is there.
 
     An arriving request puts all background requests back at the next plan.  Requests here count as waiting,
-    so versions of their adapters stay.
+    so versions of their adapters stay; they have no lease.
     """
 
     def __init__(self, scheduler: Scheduler[Sequence], adapters: Adapters[Any]) -> None:
@@ -96,6 +96,11 @@ class Background(Generic[Sequence]):
     @property
     def num_waiting(self) -> int:
         return len(self._parked) + len(self._arrived)
+
+    @property
+    def num_queued(self) -> int:
+        """Background requests here and in the scheduler's queue."""
+        return len(self._parked) + (len(self._scheduler.waiting) if self.runs else 0)
 
     def add(self, sequence: Sequence) -> None:
         (self._parked if sequence.priority >= BACKGROUND else self._arrived).append(sequence)
@@ -128,6 +133,9 @@ class Background(Generic[Sequence]):
         scheduler = self._scheduler
         scheduler.preempt_all()
         self._parked.extendleft(reversed(scheduler.waiting))
+        if self._adapters.waits_for_others:
+            for adapter in {one.adapter for one in self._parked if one.adapter is not None}:
+                self._adapters.release_lease(adapter)
         self._others, scheduler.waiting, scheduler.tenants = None, others, others
         arrived, self._arrived = self._arrived, []
         for sequence in arrived:

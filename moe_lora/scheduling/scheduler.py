@@ -85,14 +85,15 @@ class Scheduler(Generic[Sequence]):
 
     @property
     def num_waiting(self) -> int:
-        """Sequences before their first step."""
-        num = len(self.waiting) + len(self.loading)
-        return num if self.background is None else num + self.background.num_waiting
+        """Sequences before their first step, but for the background's `num_queued`."""
+        num, background = len(self.waiting) + len(self.loading), self.background
+        return num if background is None else num + background.num_waiting - background.num_queued
 
     @property
     def num_deferred(self) -> int:
         """Sequences of `num_waiting` waiting for bytes or a slot."""
-        return len(self.loading) + sum(one.waits.is_held_back for one in self.waiting)
+        waiting = () if self.background is not None and self.background.runs else self.waiting
+        return len(self.loading) + sum(one.waits.is_held_back for one in waiting)
 
     @property
     def waits_for_others(self) -> bool:

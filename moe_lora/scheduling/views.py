@@ -185,6 +185,10 @@ class Adapters(Protocol[Adapter]):
         """Undo one `acquire`."""
         ...
 
+    def release_lease(self, adapter: Adapter) -> None:
+        """Release the lease, or cancel its request, unless a request holds the adapter."""
+        ...
+
 
 Sequence = TypeVar("Sequence", bound=Schedulable)
 

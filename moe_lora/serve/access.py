@@ -118,7 +118,7 @@ class Reservation:
 class Caller:
     """Sender of a request.
 
-    key, tenant: None and "" without keys.  tokens: None: unlimited.
+    key, tenant: None and "" without keys.  owner: the tenant in engines.  tokens: None: unlimited.
     """
 
     background = False
@@ -128,7 +128,7 @@ class Caller:
         self.key = key
         self.is_admin = is_admin
         self.tokens = tokens
-        self.tenant = "" if key is None else key.tenant
+        self.tenant = self.owner = "" if key is None else key.tenant
         self.share = 1.0 if key is None else key.share
 
     def may_use(self, adapter: str | None) -> bool:

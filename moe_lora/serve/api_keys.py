@@ -135,17 +135,18 @@ def _locked(path: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
     except OSError as error:
-        raise ConfigError(f"the keys in {path} can't be written: {error.strerror}") from error
+        way = "; run this as root, or as owner and group of the file" * isinstance(error, PermissionError)
+        raise ConfigError(f"the keys in {path} can't be written: {error.strerror}{way}") from error
 
 
 def _write(path: Path, keys: Sequence[ApiKey]) -> None:
-    """Replace the whole file.  A new file is private; an old file keeps its mode."""
+    """Replace the whole file.  A new file is private; an old file keeps its mode and owner."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "wb") as file:
             if path.exists():
-                before = path.stat()
-                if before.st_uid != os.geteuid():
+                made, before = os.fstat(handle), path.stat()
+                if (made.st_uid, made.st_gid) != (before.st_uid, before.st_gid):
                     os.fchown(handle, before.st_uid, before.st_gid)
                 os.fchmod(handle, before.st_mode & 0o777)
             file.write(msgspec.json.format(msgspec.json.encode(_File(list(keys))), indent=1))

@@ -155,6 +155,9 @@ class CachedAdapters:
         """Undo one `acquire`."""
         self._cache.let_go(adapter, self._clock.now_s())
 
+    def release_lease(self, adapter: str) -> None:
+        """Does nothing: no adapter has a lease."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SimMerging:

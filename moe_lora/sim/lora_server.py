@@ -202,8 +202,8 @@ class SimLeases:
     def dequeue(self, adapter: str) -> None:
         """End a wait; unneeded leases return."""
         self._waiting[adapter] -= 1
-        if not self._running[adapter] and not self._waiting[adapter]:
-            self._release_lease(adapter)
+        if not self._waiting[adapter]:
+            self.release_lease(adapter)
 
     def begin_round(self) -> None:
         """Does nothing: the server finds room."""
@@ -235,8 +235,7 @@ class SimLeases:
         """Undo `acquire`."""
         self._running[adapter] -= 1
         self._cache.let_go(adapter, self._server.events.now_s())
-        if not self._running[adapter]:
-            self._release_lease(adapter)
+        self.release_lease(adapter)
 
     def receive(self, adapter: str, number: int) -> None:
         """A lease has come; old numbers are of released leases."""
@@ -256,8 +255,9 @@ class SimLeases:
         """The instance is idle."""
         self._server.layer_s(self._instance, 0.0, 0.0)
 
-    def _release_lease(self, adapter: str) -> None:
-        if adapter in self._wanted:
+    def release_lease(self, adapter: str) -> None:
+        """Release the lease, or cancel its request, unless a request holds the adapter."""
+        if adapter in self._wanted and not self._running[adapter]:
             del self._wanted[adapter]
             self._leased.discard(adapter)
             self._server.release(self._instance, adapter)

@@ -199,13 +199,19 @@ class Parts:
         return self.manager.acquire(adapter) is Readiness.READY
 
     def add(
-        self, name: str, prompt: range, adapter: AdapterVersion | None = None, tenant: str = ""
+        self,
+        name: str,
+        prompt: range,
+        adapter: AdapterVersion | None = None,
+        tenant: str = "",
+        priority: int = 0,
     ) -> Sequence:
         request = GenerateRequest(
             request_id=name,
             prompt_token_ids=tuple(prompt),
             sampling=SamplingParams(temperature=0.0),
             tenant=tenant,
+            priority=priority,
             cache_salt=tenant,
         )
         sequence = Sequence(request, adapter, self.clock.now_s(), 1000, None)

@@ -236,7 +236,10 @@ def test_a_request_that_waits_starts_with_the_new_version(priority):
     with engine(max_num_seqs=1) as core:
         core.add_request(ask("first", "keep"))
         core.step()
+        before = core.stats().num_waiting
         core.add_request(ask("second", priority=priority))
+        stats = core.stats()
+        assert (stats.num_waiting - before, stats.num_background) == ((0, 1) if priority else (1, 0))
         core.add_adapter(core.read_adapter("policy", REVERSE), REVERSE, replace=True)
         found = drive(core)
     assert [version for version, _ in runs_of(found["second"])] == [2]

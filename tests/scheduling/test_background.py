@@ -21,6 +21,12 @@ def prompt(length: int) -> range:
     return range(start, start + length)
 
 
+def queued(parts: Parts) -> tuple[int, int]:
+    """Requests that wait, and background requests in a queue."""
+    background = parts.scheduler.background
+    return parts.scheduler.num_waiting, 0 if background is None else background.num_queued
+
+
 def test_a_request_starts_at_once_and_background_requests_go_on_after_it():
     parts = Parts(num_pages=40, max_num_seqs=2, max_num_batched_tokens=8)
     for number in range(3):
@@ -28,16 +34,17 @@ def test_a_request_starts_at_once_and_background_requests_go_on_after_it():
     for _ in range(4):
         parts.step()
     assert parts.names()[0] == ["back0", "back1"]
+    assert queued(parts) == (0, 1)
     parts.add("now", prompt(12), num_answer=3)
-    assert parts.scheduler.num_waiting == 2
+    assert queued(parts) == (1, 1)
     assert [parts.step() for _ in range(4)] == [{"now": 8}, {"now": 4}, {"now": 1}, {"now": 1}]
-    assert parts.scheduler.num_waiting == 3
+    assert queued(parts) == (0, 3)
     found = set()
     for _ in range(40):
         found |= set(parts.step())
     assert found == {"back0", "back1", "back2"}
     assert parts.names() == ([], [], [])
-    assert parts.scheduler.num_waiting == 0
+    assert queued(parts) == (0, 0)
 
 
 def test_background_requests_stand_behind_requests_that_find_no_adapter_place():
@@ -51,6 +58,17 @@ def test_background_requests_stand_behind_requests_that_find_no_adapter_place():
     assert order == ["a", "b", "back"]
 
 
+def test_background_requests_without_an_adapter_slot_are_not_deferred():
+    """Else fewer requests than none wait for room."""
+    parts = Parts({"a": 8, "b": 8}, num_pages=12, max_num_seqs=4)
+    for name in "ab":
+        parts.add(name, prompt(4), name, num_answer=8, priority=BACKGROUND)
+    for _ in range(3):
+        parts.step()
+    assert parts.names()[0] == ["a"]
+    assert (*queued(parts), parts.scheduler.num_deferred) == (0, 1, 0)
+
+
 def test_ended_requests_leave_all_queues():
     parts = Parts(num_pages=40)
     backs = [parts.add(f"back{n}", prompt(4), priority=BACKGROUND) for n in range(2)]
@@ -62,7 +80,7 @@ def test_ended_requests_leave_all_queues():
     assert parts.names()[0] == ["second"]
     for one in backs:
         parts.scheduler.finish(one)
-    assert parts.scheduler.num_waiting == 0
+    assert queued(parts) == (0, 0)
 
 
 ARRIVALS = st.lists(
@@ -96,7 +114,7 @@ def steps_of(arrivals, *, background: bool) -> list[dict[str, int]]:
             )
         found.append(parts.step())
     assert parts.names() == ([], [], []), "all requests end"
-    assert parts.scheduler.num_waiting == 0
+    assert queued(parts) == (0, 0)
     return found
 
 

@@ -54,7 +54,7 @@ class ScriptedEngine:
     step_s: float = 0.0
     tokens_per_step: int = 1
     fail_after: int | None = None
-    refuse: str | None = None
+    refuse: str | Exception | None = None
     hang_after: int | None = None
     hidden: bytes | None = None
     cuts: list[int] = field(default_factory=list)
@@ -98,7 +98,7 @@ class ScriptedEngine:
         if request.adapter is not None and request.adapter not in self.adapters:
             raise AdapterNotFoundError(f"no adapter is named {request.adapter!r}")
         if self.refuse is not None:
-            raise ValueError(self.refuse)
+            raise self.refuse if isinstance(self.refuse, Exception) else ValueError(self.refuse)
         self.requests.append(request)
         self.running.add(request.request_id)
         ended = False

@@ -682,6 +682,35 @@ def test_who_could_read_the_keys_still_can_when_they_have_changed(tenants):
     assert tenants.file.stat().st_mode & 0o777 == 0o640
 
 
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="a file of another user or group needs root")
+
+
+@AS_ROOT
+@pytest.mark.parametrize("owner", [(0, 12345), (12345, 0), (12345, 12345)])
+def test_a_changed_file_of_keys_keeps_its_user_and_group(tmp_path, owner):
+    file = tmp_path / "keys.json"
+    identity = add_key(file, rights("acme")).split("-")[1]
+    os.chown(file, *owner)
+    remove_key(file, identity)
+    found = file.stat()
+    assert (found.st_uid, found.st_gid) == owner
+
+
+@AS_ROOT
+def test_a_user_who_can_not_keep_the_group_of_the_keys_is_told_the_way_out(tmp_path, monkeypatch):
+    def refuse(handle: int, user: int, group: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    file = tmp_path / "keys.json"
+    identity = add_key(file, rights("acme")).split("-")[1]
+    os.chown(file, 0, 12345)
+    before = file.read_bytes()
+    monkeypatch.setattr(os, "fchown", refuse)
+    with pytest.raises(ConfigError, match=r"not permitted; run this as root"):
+        remove_key(file, identity)
+    assert file.read_bytes() == before
+
+
 GOOD = {"id": "a", "digest": "0" * 64, "tenant": "t"}
 
 

@@ -14,6 +14,7 @@ SUMMED_GAUGES = (
     "num_running",
     "num_waiting",
     "num_deferred",
+    "num_background",
     "device_bytes",
     "device_kv_bytes",
     "device_kv_invalid_bytes",

@@ -232,11 +232,16 @@ class AdapterManager:
         """Release the adapter for one request; evictable without users."""
         adapter.num_running -= 1
         adapter.last_used_s = self._clock.now_s()
-        if self.leases is not None and not adapter.num_running:
-            self.leases.release(adapter)
+        if self.leases is not None:
+            self.release_lease(adapter)
         self._cache.let_go(adapter.uid, adapter.last_used_s)
         if adapter.retired or self.leases is not None:
             self._settle(adapter)
+
+    def release_lease(self, adapter: AdapterVersion) -> None:
+        """Release the lease, or cancel its request, unless a request holds the adapter."""
+        if self.leases is not None and not adapter.num_running:
+            self.leases.release(adapter)
 
     def is_ready(self, adapter: AdapterVersion) -> bool:
         """True if the local part is on the device."""
@@ -398,8 +403,7 @@ class AdapterManager:
 
     def _settle(self, adapter: AdapterVersion) -> None:
         if adapter.is_idle:
-            if self.leases is not None:
-                self.leases.release(adapter)
+            self.release_lease(adapter)
             if adapter.retired:
                 self._drop(adapter)
 

@@ -19,7 +19,7 @@ from starlette.types import Message
 from moe_lora.core.errors import StorageError
 from moe_lora.serve.access import Allowance, Caller, allowance_of
 from moe_lora.serve.frontend import ABORTED
-from moe_lora.serve.http_errors import ApiError, to_api_error
+from moe_lora.serve.http_errors import BUSY_S, ApiError, to_api_error
 
 from .lines import (
     BatchLine,
@@ -59,7 +59,7 @@ class KeyGoneError(Exception):
 
 
 class BackgroundCaller(Caller):
-    """A caller whose requests run in steps without others, with a separate tenant."""
+    """A caller whose requests run in steps without others, with a separate tenant outside of engines."""
 
     background = True
 
@@ -302,7 +302,7 @@ class Run:
         results.add(text, custom_id, is_whole=status == 200)
 
     async def _answer(self, line: BatchLine, source: BinaryIO, request_id: str) -> BatchAnswer:
-        """The answer, after waits for passing errors and the key's rate."""
+        """The answer, after waits for passing errors, the key's rate, and a busy server: it may sleep."""
         batches, ending, waits_s = self._batches, self._batches.frontend.ending, iter(RETRY_S)
         while True:
             while not await batches.frontend.client.is_alive():
@@ -314,7 +314,9 @@ class Run:
                 answer = await call(batches.app, line.url, body_at(source, line), caller, request_id)
             if answer.status in TRANSIENT and ending.begun:
                 continue
-            if answer.status == 429:
+            is_busy = answer.status == 503 and answer.retry_s >= BUSY_S
+            if answer.status == 429 or is_busy:
+                waits_s = iter(RETRY_S) if is_busy else waits_s  # a sleep aborts requests
                 await asyncio.sleep(max(LOOK_S, answer.retry_s))
                 continue
             wait_s = next(waits_s, None) if answer.status in TRANSIENT else None

@@ -8,9 +8,9 @@ import logging
 import mmap
 import os
 import re
-import tempfile
 import time
 import uuid
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from moe_lora.core.errors import ConfigError, StorageError
+from moe_lora.core.host import OwnFolder
 from moe_lora.serve.http_errors import ApiError, bad_request
 
 logger = logging.getLogger(__name__)
@@ -68,19 +69,22 @@ class FullError(ApiError):
 class Store:
     """Records and contents of a folder, for one process at a time.
 
-    folder: None is a temporary folder.  most_bytes: per owner.  Raises ConfigError for an unusable folder.
+    folder: None is a temporary folder; after a kill the next server deletes the folder.  most_bytes: per
+    owner.  Raises ConfigError for an unusable folder.
     """
 
     def __init__(self, folder: str | None, most_bytes: int) -> None:
-        if folder is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="moe_lora-batches-")
-        self._folder = Path(self._temporary.name if folder is None else folder)
         self._most_bytes = most_bytes
         self._records: dict[str, Record] = {}
         self._receiving: Counter[str] = Counter()
         self._used: Counter[str] = Counter()
         """Bytes of files by owner."""
         try:
+            if folder is None:
+                own = OwnFolder(None, "moe_lora-batches-")
+                weakref.finalize(self, own.remove)
+                folder = str(own.path)
+            self._folder = Path(folder)
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -225,7 +225,7 @@ class Generation:
         num_tokens = self.num_choices * (sum(map(len, self.prompts)) + sum(self.answer_tokens))
         refusal = allowance.refusal(num_tokens)
         if refusal is not None:
-            raise self.frontend.limits.refusal("key_tokens", refusal)
+            raise refusal if self.caller.background else self.frontend.limits.refusal("key_tokens", refusal)
         return reserved(allowance, num_tokens)
 
     async def whole(self) -> list[Delta]:
@@ -393,7 +393,7 @@ class Generation:
             prompt_token_ids=self.prompts[index // self.num_choices],
             sampling=sampling,
             adapter=self.adapter,
-            tenant=self.caller.tenant,
+            tenant=self.caller.owner,
             share=self.caller.share,
             priority=BACKGROUND if self.caller.background else self.priority,
             cache_salt=salt,

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lora.core.errors import CapacityError
+from moe_lora.core.request import BACKGROUND
 from tests.virtual_clock import VirtualClock
 
 from .leased_parts import LeasedParts, TableServer
@@ -61,6 +62,33 @@ def test_a_lease_is_asked_for_in_the_name_of_the_tenant_whose_request_needs_it()
     assert {one.adapter_id for one in server.table.residents()} == {
         adapter.packed.content_hash for adapter in (modest, greedy[0])
     }
+
+
+def test_parked_background_requests_neither_hold_nor_await_leases():
+    """One background request runs, another awaits a lease, as another request arrives."""
+    clock = VirtualClock()
+    server = TableServer(clock, capacity=1, starvation_s=1.0)
+    parts = LeasedParts(server, clock, "i")
+    first, second, other = parts.adapters(0, 0, 0)
+    for name, adapter in (("back 1", first), ("back 2", second)):
+        parts.add(name, range(3), adapter, priority=BACKGROUND)
+    parts.step()
+    parts.client.hand_on()
+    assert set(parts.step()) == {"back 1"}
+    now = parts.add("now", range(3), other)
+    parts.step()
+    parts.client.hand_on()
+    assert (server.table.stats().num_leases, server.table.stats().num_waiting) == (1, 0)
+    assert set(parts.step()) == {"now"}
+    assert [one.num_waiting for one in (first, second)] == [1, 1], "versions stay"
+    parts.scheduler.finish(now)
+    for name in ("back 1", "back 2"):
+        parts.step()
+        parts.client.hand_on()
+        assert set(parts.step()) == {name}
+        parts.scheduler.finish(parts.scheduler.running[0])
+    parts.client.hand_on()
+    assert (server.table.stats().num_leases, server.table.stats().num_waiting) == (0, 0)
 
 
 def test_starving_request_gets_the_lease_though_requests_for_the_one_in_use_keep_coming():

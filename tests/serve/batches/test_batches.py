@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import resource
 import signal
 import socket
 import struct
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,9 +29,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from moe_lora.config.front_end import ControllerConfig, FrontEndPlace
 from moe_lora.core.clock import WallClock
-from moe_lora.core.errors import ConfigError
+from moe_lora.core.errors import BusyError, ConfigError
 from moe_lora.core.request import BACKGROUND
 from moe_lora.provision.online import DemandWindow
+from moe_lora.serve import http_errors
+from moe_lora.serve.access import Caller
+from moe_lora.serve.admin.controls import scope_of
 from moe_lora.serve.api_keys import add_key, read_keys, remove_key
 from moe_lora.serve.batches import endpoints, running, store
 from moe_lora.serve.batches.store import FullError, Store
@@ -78,6 +85,19 @@ def ended(client: openai.OpenAI, batch_id: str):
             return found
         assert time.monotonic() < until_s, found
         time.sleep(0.05)
+
+
+def watch_calls(monkeypatch) -> list[int]:
+    """Statuses of the answers to all attempts from now on."""
+    statuses, call = [], running.call
+
+    async def watched(*args):
+        answer = await call(*args)
+        statuses.append(answer.status)
+        return answer
+
+    monkeypatch.setattr(running, "call", watched)
+    return statuses
 
 
 def content(client: openai.OpenAI, file_id: str | None) -> dict:
@@ -184,6 +204,36 @@ def test_a_request_that_is_aborted_each_time_is_a_failed_row(tokenizer, monkeypa
     assert len(engine.requests) == 4
 
 
+def test_a_batch_waits_while_the_model_sleeps(tokenizer, monkeypatch):
+    for module, name in ((running, "BUSY_S"), (http_errors, "BUSY_S"), (running, "LOOK_S")):
+        monkeypatch.setattr(module, name, 0.01)
+    monkeypatch.setattr(running, "RETRY_S", ())
+    statuses = watch_calls(monkeypatch)
+    engine = scripted(tokenizer, refuse=BusyError("the model is asleep"))
+    with served(engine, tokenizer) as url, client_of(url) as client:
+        batch = create(client, lines_of({"prompt": "a"}, {"prompt": "b"}))
+        wait_until(lambda: len(statuses) > 8, "attempts")
+        engine.refuse = None
+        assert ended(client, batch.id).request_counts.completed == 2
+    assert set(statuses[:8]) == {503}
+
+
+def test_many_sleeps_that_abort_a_request_do_not_use_up_its_attempts(tokenizer, monkeypatch):
+    monkeypatch.setattr(running, "RETRY_S", (0.0,))
+    monkeypatch.setattr(running, "LOOK_S", 0.0)
+    monkeypatch.setattr(running, "BUSY_S", 0.01)
+    aborted, asleep = running.BatchAnswer(503, {}), running.BatchAnswer(503, {}, 0.01)
+    answers = iter([*[aborted, asleep] * 5, running.BatchAnswer(200, {})])
+
+    async def call(*_):
+        return next(answers)
+
+    monkeypatch.setattr(running, "call", call)
+    with served(scripted(tokenizer), tokenizer) as url, client_of(url) as client:
+        found = ended(client, create(client, lines_of({"prompt": "a"})).id)
+    assert (found.request_counts.completed, found.request_counts.failed) == (1, 0)
+
+
 def test_files_with_too_many_requests_and_with_many_wrong_lines(tokenizer, monkeypatch):
     monkeypatch.setattr(running, "MAX_REQUESTS", 300)
     with served(scripted(tokenizer), tokenizer) as url, client_of(url) as client:
@@ -233,6 +283,29 @@ def test_use_of_owners_is_known_after_a_restart(tmp_path):
     again.receive("a", -51)
     again.remove(again.get("a", "file", record.id))
     again.receive("a", 100)
+
+
+def test_a_temporary_folder_ends_with_its_store_and_after_a_kill(tmp_path, monkeypatch):
+    program = "from moe_lora.serve.batches.store import Store; s = Store(None, 1); print(flush=True); input()"
+    killed = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert killed.stdout.readline() == b"\n"
+    [left] = tmp_path.iterdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    beside = Store(None, 1)
+    assert left.exists(), "its server runs"
+    killed.kill()
+    killed.communicate()
+    after = Store(None, 1)
+    assert not left.exists()
+    assert beside.path("").exists()
+    del beside, after
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
 
 
 @contextmanager
@@ -435,7 +508,12 @@ def test_a_tenant_sees_its_own_files_and_batches(tokenizer, tmp_path):
         assert httpx.get(f"{url}/v1/batches", trust_env=False).status_code == 401
         for one in (first, second, third):
             one.close()
-    assert {one.tenant for one in engine.requests} == {"acme(batch)", "globex(batch)"}
+    assert {one.cache_salt for one in engine.requests} == {"acme(batch)", "globex(batch)"}
+    assert {one.tenant for one in engine.requests} == {"acme", "globex"}, "no further share of an engine"
+    scope = scope_of(Caller(read_keys(file)[2], is_admin=False))
+    assert [scope.covers(one) for one in engine.requests] == [
+        (one.tenant, one.adapter) == ("globex", "shout") for one in engine.requests
+    ]
 
 
 def test_a_removed_key_ends_its_batch(tokenizer, tmp_path):
@@ -463,6 +541,19 @@ def test_a_changed_rate_of_a_key_is_its_batches_rate_too(tokenizer, tmp_path):
         new.write_bytes(text)
         new.replace(file)
         assert ended(client, batch.id).request_counts.completed == 50
+
+
+def test_a_batch_that_waits_for_its_tokens_is_no_refused_request(tokenizer, tmp_path, monkeypatch):
+    file = tmp_path / "keys.json"
+    key = add_key(file, msgspec.structs.replace(rights("acme"), tokens_per_minute=8.0))
+    statuses = watch_calls(monkeypatch)
+    frontend = frontend_of(scripted(tokenizer), tokenizer, api_keys=str(file), batch_concurrency=1)
+    with ServerThread(create_app(frontend)) as thread, client_of(thread.url, key) as client:
+        create(client, lines_of({"prompt": "the"}, {"prompt": "the"}))
+        wait_until(lambda: 429 in statuses, "the batch waits for tokens")
+    families = text_string_to_metric_families(frontend.metrics.render().decode())
+    refused = [one for family in families for one in family.samples if one.name.endswith("refused_total")]
+    assert [one.value for one in refused if one.labels["reason"] == "key_tokens"] == [0]
 
 
 def test_a_shutdown_keeps_answers_and_begins_no_requests(tokenizer, tmp_path):

@@ -182,7 +182,7 @@ class InstanceControl:
                     raise _not_here(instance.name) from None
                 except EngineDeadError:
                     return  # `_end` reports the problem
-                if not stats.num_running + stats.num_waiting:
+                if not stats.num_running + stats.num_waiting + stats.num_background:
                     return
                 await asyncio.sleep(LOOK_S)
         logger.info(

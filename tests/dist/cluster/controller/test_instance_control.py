@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from moe_lora.core.errors import ConfigError, EngineDeadError, EngineSilentError
+from moe_lora.core.request import EngineStats
 from moe_lora.dist.cluster import instances as cluster_instances
 from moe_lora.dist.cluster.controller import instance_control
 from moe_lora.dist.cluster.controller.instance_control import InstanceControl
@@ -131,6 +132,22 @@ def test_one_that_is_started_again_is_drained_until_its_next_process_takes_part(
     restarting.join(PATIENCE_S)
     assert errors == []
     assert answers(front_end, "after") == {(1,), (7,)}
+
+
+def test_one_with_requests_of_a_batch_ends_after_them(front_end, control, made, monkeypatch):
+    first, looks = made[1], []
+
+    def stats() -> EngineStats:
+        looks.append(first.dial.restarts)
+        return EngineStats(num_background=max(0, 3 - len(looks)))
+
+    monkeypatch.setattr(first.loop, "stats", stats)
+    restarting, errors = restart_aside(front_end, control)
+    until(lambda: first.dial.restarts)
+    assert looks == [False] * 3
+    made.append(Instance("one", front_end.socket, number=7))
+    restarting.join(PATIENCE_S)
+    assert errors == []
 
 
 def test_one_that_does_not_come_back_is_an_error_that_names_the_limit(front_end, control):
