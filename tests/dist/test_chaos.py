@@ -72,7 +72,7 @@ def test_every_part_is_killed_or_stopped(pool_replicas, faults, asked, tmp_path)
 @pytest.mark.parametrize(
     ("part", "faults"), [("none", TOLD_FAULTS + PAUSED_FAULTS + OPERATOR_FAULTS), ("EP2-PP1", SERVER_FAULTS)]
 )
-def test_parts_are_told_to_end_restarted_and_stopped_for_a_while(part, faults, asked, tmp_path):
+def test_parts_end_and_stop(part, faults, asked, tmp_path):
     lora_server = None if part == "none" else part
     plan = ChaosPlan(num_requests=200, faults=faults, seed=2, lora_server=lora_server)
     report = run_chaos(*asked, tmp_path, plan)
