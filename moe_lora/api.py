@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -199,6 +200,8 @@ class _Engine:
 
     def __init__(self, model_dir: str, adapters: Mapping[str, str] | None = None, **settings: Any) -> None:
         check_names("", settings, settings_of(EngineConfig))
+        if not isinstance(adapters, (Mapping, NoneType)):
+            raise ConfigError(f"adapters={adapters!r:.100} must be a mapping of names to directories")
         for name in adapters or ():
             _check_name(name)
         config = EngineConfig(
@@ -286,8 +289,12 @@ class _Engine:
         """End the engine; running requests are dropped."""
         self.client.shut_down()
 
-    def _prepared(self, sampling: SamplingParams) -> SamplingParams:
+    def _prepared(self, sampling: SamplingParams | None) -> SamplingParams:
         """The parameters for the engine.  Raises ValueError."""
+        if sampling is None:
+            sampling = self.default_sampling()
+        if not isinstance(sampling, SamplingParams):
+            raise ValueError(f"sampling={sampling!r:.100} must be SamplingParams(…), or None")
         if self.tokenizer is None and sampling.stop:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids")
         if sampling.bad_words:
@@ -303,6 +310,8 @@ class _Engine:
 
     def _answer(self, prompt: Prompt, adapter: str | None, sampling: SamplingParams) -> Answer:
         """sampling: from `_prepared`."""
+        if not isinstance(adapter, (str, NoneType)):
+            raise ValueError(f"adapter={adapter!r:.100} must be a name, or None")
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("the model directory has no tokenizer; give the prompt as token ids")
@@ -356,7 +365,7 @@ class LLM(_Engine):
         """
         batch = _as_prompts(prompts)
         adapters = _one_each("adapter", adapter, len(batch), str)
-        params = _one_each("sampling", sampling or self.default_sampling(), len(batch), SamplingParams)
+        params = _one_each("sampling", sampling, len(batch), SamplingParams)
         prepared = {id(one): self._prepared(one) for one in {id(one): one for one in params}.values()}
         rows = zip(batch, adapters, params, strict=True)
         answers = [self._answer(prompt, name, prepared[id(one)]) for prompt, name, one in rows]
@@ -407,7 +416,7 @@ class AsyncLLM(_Engine):
         self, prompt: Prompt, adapter: str | None = None, sampling: SamplingParams | None = None
     ) -> Completion:
         """The whole answer.  Raises GenerationError if the engine could not complete the request."""
-        answer = self._answer(prompt, adapter, self._prepared(sampling or self.default_sampling()))
+        answer = self._answer(prompt, adapter, self._prepared(sampling))
         async for _ in self._pieces(answer):
             pass
         return await _completion(answer)
@@ -419,7 +428,7 @@ class AsyncLLM(_Engine):
 
         Raises GenerationError, after the text so far, if the engine could not complete the request.
         """
-        answer = self._answer(prompt, adapter, self._prepared(sampling or self.default_sampling()))
+        answer = self._answer(prompt, adapter, self._prepared(sampling))
         async for text in self._pieces(answer):
             if text:
                 yield text
@@ -467,7 +476,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _one_each(name: str, value: Any, count: int, kind: type[Item]) -> list[Any]:
-    if value is None or isinstance(value, kind):
+    if isinstance(value, (kind, Mapping)) or not isinstance(value, Iterable):
         return [value] * count
     values = list(value)
     if len(values) != count:

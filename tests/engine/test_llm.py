@@ -139,6 +139,40 @@ def test_parameters_are_prepared_once_for_all_prompts_of_a_call(llm, monkeypatch
     assert prepared == [GREEDY, other]
 
 
+@pytest.mark.parametrize(
+    ("adapter", "sampling", "problem"),
+    [
+        ("upper", {"max_tokens": 3}, r"^sampling=\{'max_tokens': 3\} must be SamplingParams"),
+        ("upper", {}, r"^sampling=\{\} must be SamplingParams"),
+        ("upper", [{"max_tokens": 3}], r"^sampling=\{'max_tokens': 3\} must be SamplingParams"),
+        ("upper", 3, "^sampling=3 must be SamplingParams"),
+        ("upper", [], "^sampling has 0 entries for 1 prompts"),
+        (5, None, "^adapter=5 must be a name"),
+        ([5], None, "^adapter=5 must be a name"),
+    ],
+)
+def test_an_argument_of_another_type_is_named(llm, adapter, sampling, problem):
+    with pytest.raises(ValueError, match=problem):
+        llm.generate("hello", adapter, sampling)
+    assert llm.generate(["hello"] * 2, "upper", [None, GREEDY])[1].text
+
+
+@pytest.mark.parametrize("sampling", [{"max_tokens": 3}, {}])
+def test_another_type_is_named_in_asyncio_too(sampling):
+    engine = AsyncLLM(str(DEMO / "model"), **SETTINGS)
+    try:
+        with pytest.raises(ValueError, match=r"^sampling=.* must be SamplingParams"):
+            asyncio.run(engine.generate("hello", None, sampling))
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("adapters", [["demo/adapters/upper"], "upper"])
+def test_adapters_without_names_are_refused(adapters):
+    with pytest.raises(ValueError, match=r"^adapters=.* must be a mapping of names to directories"):
+        LLM(str(DEMO / "model"), adapters=adapters)
+
+
 def test_a_tensor_is_a_prompt_in_asyncio_too():
     async def answers(llm: AsyncLLM) -> None:
         want = await llm.generate(IDS, None, GREEDY)
