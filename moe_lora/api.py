@@ -406,6 +406,8 @@ class LLM(_Engine):
         """
         sampling = SamplingParams(max_tokens=1, temperature=0.0, hidden_state=True)
         found = [one.hidden_state for one in self.generate(prompts, adapter, sampling)]
+        if not found:
+            return torch.empty(0, self.client.core.shape_and_dtype[0].hidden_size)
         return normalize(torch.stack([one for one in found if one is not None]), dim=1)
 
 

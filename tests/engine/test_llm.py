@@ -139,6 +139,12 @@ def test_parameters_are_prepared_once_for_all_prompts_of_a_call(llm, monkeypatch
     assert prepared == [GREEDY, other]
 
 
+def test_no_prompts_have_no_embeddings(llm):
+    [row] = llm.embed("hello")
+    assert llm.embed([]).shape == (0, len(row))
+    assert llm.generate([]) == []
+
+
 @pytest.mark.parametrize(
     ("adapter", "sampling", "problem"),
     [
