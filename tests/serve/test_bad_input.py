@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import socket
@@ -79,6 +80,17 @@ def test_malformed_json_is_400(any_server, path, content):
 
 def test_a_body_that_is_no_json_by_its_header_is_400(any_server):
     error_of(any_server.http.post("/v1/completions", data={"prompt": "hello"}), 400)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/load_lora_adapter", "/v1/adapters/x"])
+def test_a_compressed_body_is_415_and_named(any_server, path):
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    method, body = "PUT" if "adapters/" in path else "POST", gzip.compress(b'{"prompt": "hello"}')
+    found = any_server.http.request(method, path, content=body, headers=headers)
+    assert error_of(found, 415) == "Content-Encoding: gzip is not read; send the body uncompressed"
+    headers["Content-Encoding"] = "identity"
+    plain = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
+    assert any_server.http.post("/v1/completions", content=plain, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(
