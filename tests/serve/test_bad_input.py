@@ -467,6 +467,28 @@ def test_a_body_in_many_small_chunks_is_taken(any_server):
     assert found.startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_to_http_1_0_ends_with_its_connection_and_has_no_chunks(any_server, stream):
+    """Also behind a header that keeps connections."""
+    body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 3, "stream": stream}).encode()
+    head = b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nConnection: keep-alive\r\n"
+    place = urlsplit(any_server.url)
+    with socket.create_connection((place.hostname, place.port), timeout=PATIENCE_S) as connection:
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    fields, _, text = answer.partition(b"\r\n\r\n")
+    assert fields.startswith(b"HTTP/1.1 200")
+    assert b"transfer-encoding" not in fields.lower()
+    assert b"\r\nconnection: close" in fields.lower()
+    if stream:
+        *events, done = text.decode().removesuffix("\n\n").split("\n\n")
+        assert [json.loads(one.removeprefix("data: "))["object"] for one in events]
+        assert done == "data: [DONE]"
+    else:
+        assert int(re.search(rb"(?i)content-length: (\d+)", fields)[1]) == len(text)
+        assert json.loads(text)["usage"]["completion_tokens"] == 3
+
+
 def test_a_request_that_offers_http_2_is_answered(any_server):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1}).encode()
