@@ -55,6 +55,7 @@ class MigrateRequest(ApiModel):
 def status_router(frontend: Frontend) -> APIRouter:
     router = APIRouter(tags=["status"], route_class=bounded_route(frontend.limits))
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", response_model=None)
     async def health() -> Response:
         """200 while the engine works, else 503."""
@@ -65,6 +66,7 @@ def status_router(frontend: Frontend) -> APIRouter:
             )
         return Response()
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready", response_model=None)
     async def ready() -> Response:
         """200 while the engine works and no shutdown has begun, else 503."""
@@ -73,6 +75,7 @@ def status_router(frontend: Frontend) -> APIRouter:
         await health()
         return Response(headers=cluster_headers(os.environ.get(CLUSTER_MARK)))
 
+    @router.head("/live", include_in_schema=False)
     @router.get("/live", response_model=None)
     async def live() -> Response:
         """200 while the server answers; else restart it."""
