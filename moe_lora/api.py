@@ -6,12 +6,14 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
+import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import NoneType
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch.nn.functional import normalize
@@ -71,6 +73,7 @@ class InProcessClient(LoopClient):
         self._loop = EngineLoop(core, self.deliver)
         super().__init__(self._loop.inbox.put)
         self._loop.start()
+        _CLIENTS.add(self)
 
     def shut_down(self) -> None:
         """End the loop; running requests are dropped."""
@@ -81,6 +84,19 @@ class InProcessClient(LoopClient):
     async def close(self) -> None:
         stop: Callable[[], None] = self.shut_down
         await asyncio.to_thread(stop)
+
+
+_CLIENTS: WeakSet[InProcessClient] = WeakSet()
+
+
+def _end_in_fork() -> None:
+    """Refuse calls in a forked process, without the engine's threads."""
+    for client in _CLIENTS:
+        client._lock = threading.Lock()  # a lost thread may hold the former lock
+        client._dead = EngineDeadError("a forked process has no engine; make the LLM in that process")
+
+
+os.register_at_fork(after_in_child=_end_in_fork)
 
 
 @dataclass(frozen=True, kw_only=True)
