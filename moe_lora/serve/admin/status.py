@@ -31,6 +31,7 @@ from moe_lora.serve.openai.protocol import ApiModel, Text
 if TYPE_CHECKING:
     from moe_lora.core.records import ServerState
 
+NO_ENGINE = "no engine is running or gets on; if the server's log names no restart, restart the server"
 RESTART_S = 300.0
 RestartLimit = Annotated[float, Query(gt=0, le=3600)]
 Layout = Annotated[str, Query(max_length=32)]
@@ -60,10 +61,7 @@ def status_router(frontend: Frontend) -> APIRouter:
     async def health() -> Response:
         """200 while the engine works, else 503."""
         if not await frontend.client.is_alive():
-            raise ApiError(
-                503,
-                "no engine is running or gets on; if the server's log names no restart, restart the server",
-            )
+            raise ApiError(503, NO_ENGINE)
         return Response()
 
     @router.head("/ready", include_in_schema=False)
