@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ from .content import num_blocks, send_blocks
 from .control import REJOIN_S, Hear, Pings, ask, called, find_rank, join, network
 from .messages import HANDSHAKE, AdapterFailed, DropOrder, Need
 from .reach import agreed_facts, client_name, server_transport
+from .server_store import NUM_TRIES
 
 logger = logging.getLogger(__name__)
 
@@ -233,10 +234,13 @@ class LeaseClient:
 
     async def _make_known(self, peer: Peer, adapter_id: str) -> None:
         try:
-            if not await peer.call("register", adapter_id):
-                await (await self._give(peer, adapter_id))
-                if not await peer.call("register", adapter_id):
-                    raise LoraServerError("the LoRA Server can't read the content that it was sent")
+            for _ in range(NUM_TRIES):  # a drop may delete the file meanwhile
+                if await peer.call("register", adapter_id):
+                    break
+                with suppress(FileNotFoundError):
+                    await (await self._give(peer, adapter_id))
+            else:
+                raise LoraServerError("the LoRA Server can't read the content that it was sent")
         except PeerEndedError:
             return
         except Exception as error:
@@ -295,8 +299,9 @@ class LeaseClient:
     async def _give(self, peer: Peer, adapter_id: str) -> asyncio.Future[Any]:
         if not await asyncio.to_thread(self._store.restore, adapter_id):
             raise LoraServerError("it is not in the store")
-        answer = peer.call("give", adapter_id, num_blocks(self._store, adapter_id))
-        send_blocks(peer, self._store, adapter_id)
+        number = num_blocks(self._store, adapter_id)
+        answer = peer.call("give", adapter_id, number)
+        send_blocks(peer, self._store, adapter_id, number)
         return answer
 
 

@@ -398,9 +398,9 @@ class Leader:
             elif server_rank == LEADER:
                 self._own.regained(adapter_id)
             elif server_rank in self._ranks:
-                peer = self._ranks[server_rank].peer
-                peer.send(Content(adapter_id, num_blocks(self._store, adapter_id)))
-                send_blocks(peer, self._store, adapter_id)
+                peer, number = self._ranks[server_rank].peer, num_blocks(self._store, adapter_id)
+                peer.send(Content(adapter_id, number))
+                send_blocks(peer, self._store, adapter_id, number)
         except OSError as error:
             logger.warning("the content of adapter %s can't be read: %s", adapter_id, error)
             self._lost.await_content(server_rank, adapter_id)

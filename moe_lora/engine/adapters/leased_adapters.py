@@ -71,7 +71,7 @@ class LeasedAdapters(AdapterStore):
 
         Thread-safe.  Raises CapacityError for an adapter beyond the server's capacity.
         """
-        self._server.store.put(packed)
+        packed = self._stored(packed)
         with self._lock:
             self._prepared[packed.content_hash] = packed
         self._register(packed)
@@ -84,15 +84,7 @@ class LeasedAdapters(AdapterStore):
 
     def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
         """Mapped from the server's host store; registered unless the leases know it.  Raises as `prepare`."""
-        content_hash, store = packed.content_hash, self._server.store
-        store.put(packed)
-        try:
-            mapped = store.get(content_hash, packed.name)
-        except AdapterError as error:
-            logger.warning("adapter %s is written again: %s", packed.name, error)
-            store.remove(content_hash)
-            store.put(packed)
-            mapped = store.get(content_hash, packed.name)
+        content_hash, mapped = packed.content_hash, self._stored(packed)
         if not self._leases.knows(content_hash):
             self._register(packed)
         packed = super().keep(mapped, path)
@@ -106,6 +98,18 @@ class LeasedAdapters(AdapterStore):
         if content_hash not in self._kept:
             del self._mapped[content_hash]
             self._unregister(content_hash)
+
+    def _stored(self, packed: PackedAdapter) -> PackedAdapter:
+        """Mapped from the server's host store, which restores a file that a late drop deletes."""
+        content_hash, store = packed.content_hash, self._server.store
+        store.put(packed)
+        try:
+            return store.get(content_hash, packed.name)
+        except AdapterError as error:
+            logger.warning("adapter %s is written again: %s", packed.name, error)
+            store.remove(content_hash)
+            store.put(packed)
+            return store.get(content_hash, packed.name)
 
     def _register(self, packed: PackedAdapter) -> None:
         leases = None

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.errors import CapacityError, LoraServerError
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
@@ -341,6 +343,50 @@ def test_damaged_file_in_the_store_is_written_again(leases):
     adapter = add(leases, "a", 1)
     held(leases, adapter)
     assert adapter.lease is not None
+
+
+def test_a_load_goes_on_beside_the_drop_of_an_earlier_version(cluster, leases, monkeypatch):
+    """The leader deletes the file after the load has put it."""
+    store, is_put, remove = cluster.rank(0)._store, threading.Event(), HostStore.remove
+    put = leases._server.store.put
+
+    def remove_later(removing: HostStore, content_hash: str) -> None:
+        assert removing is not store or is_put.wait(PATIENCE_S)
+        remove(removing, content_hash)
+
+    def noted(packed: PackedAdapter) -> bool:
+        found = put(packed)
+        is_put.set()
+        return found
+
+    leases.forget(leases.keep(random_adapter("a", SHAPE)))
+    monkeypatch.setattr(HostStore, "remove", remove_later)
+    monkeypatch.setattr(leases._server.store, "put", noted)
+    leases.delete("a")
+    again = AdapterVersion(2, 1, leases.keep(leases.prepare(random_adapter("a", SHAPE))), None)
+    held(leases, again)
+    assert again.lease is not None
+    assert "a" in store
+
+
+def test_content_that_a_late_drop_deletes_after_its_arrival_is_sent_again(cluster, leases, monkeypatch):
+    """As a rank of the leader's host does."""
+    store, adopted = cluster.rank(0)._store, []
+    adopt, shared = store.adopt, leases._server.store
+
+    def dropped(content_hash: str, blocks) -> None:
+        adopt(content_hash, blocks)
+        adopted.append(content_hash)
+        if len(adopted) == 1:
+            store.remove(content_hash)
+
+    monkeypatch.setattr(store, "adopt", dropped)
+    shared.put(random_adapter("a", SHAPE))
+    mapped = shared.get("a", "a")
+    shared.remove("a")
+    leases._leases.register(mapped.content_hash)
+    assert leases._leases.knows("a")
+    assert adopted == ["a", "a"]
 
 
 def test_leases_are_forgotten_with_their_adapter(leases):
