@@ -310,6 +310,8 @@ def _is_final(error: Exception) -> bool:
 
 
 CONNECT_TIMEOUT_S = 120.0
+MAX_PUT_S = 3.0
+"""Limit of a put to a stuck rank, which stops the engine."""
 logger = logging.getLogger(__name__)
 _SLICE_S = 0.05
 _LOOK_S = 0.2
@@ -449,7 +451,8 @@ class LoraServerClient:
         self.partition = partition = Partition(
             shape, Layout.parse(server.layout), client_ranks, sites=server.sites
         )
-        self._transport = server_transport(server, name)
+        put_timeout_s = min(server.answer_timeout_s, MAX_PUT_S)
+        self._transport = server_transport(server, name, put_timeout_s=put_timeout_s)
         self.links = {
             server_rank: ServerLink(
                 f"link to server rank {server_rank}",

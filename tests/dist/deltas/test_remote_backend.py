@@ -185,6 +185,29 @@ def test_rank_that_is_gone_is_made_up_for_and_used_again_when_it_is_back():
         assert client.backend.num_fallback_rows == num_rows, "the rank was told what is resident"
 
 
+@pytest.mark.parametrize(("answer_timeout_s", "limit_s"), [(2.0, 2.0), (30.0, 3.0)])
+def test_put_to_a_stuck_rank_stops_the_step_for_a_short_limit(answer_timeout_s, limit_s):
+    """Over gloo: another thread has the connection, and its peer is frozen."""
+    shape, rows, limits = model_shape(), random_rows(1, 1), []
+    adapters = [random_adapter("a", shape)]
+
+    class Held:
+        def acquire(self, timeout: float) -> bool:
+            limits.append(timeout)
+            return False
+
+    with Cluster(shape, transport="gloo", answer_timeout_s=answer_timeout_s) as cluster:
+        cluster.put(*adapters)
+        client = cluster.client()
+        leased = leased_routing(shape, rows, adapters, cluster.granted(client, adapters))
+        session = client.links[0].session
+        session._requests.window.link._lock = Held()
+        expected = outputs(local_backend(shape, adapters), shape, local_routing(shape, rows), 1)
+        assert_equal(outputs(client.backend, shape, leased, 1), expected)
+        assert limits == [limit_s], "the first put breaks the session off"
+        assert session.broken
+
+
 def begin_some(backend: LoraBackend, shape: ModelShape, routing: RowRouting, num_sites: int) -> None:
     """A step that is cut: sites are begun, the first is added to, and nothing else."""
     generator = torch.Generator().manual_seed(9)
