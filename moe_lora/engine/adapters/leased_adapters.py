@@ -59,6 +59,8 @@ class LeasedAdapters(AdapterStore):
         self._held: dict[int, AdapterVersion] = {}
         self._mapped: dict[str, PackedAdapter] = {}
         """By content hash, to restore the server's host store after a loss."""
+        self.discard: Callable[[str], None] = lambda content_hash: None
+        """Called with the content of a refused load."""
         self._leases = server.leases(self._take, self._fail)
         self._moving: tuple[str, Future[None]] | None = None
 
@@ -78,9 +80,9 @@ class LeasedAdapters(AdapterStore):
         return packed
 
     def undo_prepare(self, packed: PackedAdapter) -> None:
-        """The server's host store keeps the content for all instances."""
         if self._prepared.pop(packed.content_hash, None) is not None:
             self._unregister(packed.content_hash)
+        self.discard(packed.content_hash)
 
     def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
         """Mapped from the server's host store; registered unless the leases know it.  Raises as `prepare`."""
@@ -120,6 +122,7 @@ class LeasedAdapters(AdapterStore):
             except CapacityError as error:
                 if leases is self._leases:
                     self._prepared.pop(packed.content_hash, None)
+                    self.discard(packed.content_hash)
                     about = f"adapter {packed.name!r} of {packed.nbytes / 1e9:.6f} GB"
                     raise type(error)(f"{about} can't be served by the LoRA Server: {error}") from error
 

@@ -3,18 +3,25 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.config import EngineConfig
 from moe_lora.core.errors import CapacityError, LoraServerError
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
+from moe_lora.engine.adapters.make_store import make_store
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
 from tests.dist.lora_server.test_leader import settled
@@ -387,6 +394,52 @@ def test_content_that_a_late_drop_deletes_after_its_arrival_is_sent_again(cluste
     leases._leases.register(mapped.content_hash)
     assert leases._leases.knows("a")
     assert adopted == ["a", "a"]
+
+
+@pytest.fixture
+def made(cluster) -> Iterator[tuple[LeasedAdapters, AdapterContents]]:
+    """As an engine makes both."""
+    config, rank = EngineConfig(model_dir="none"), SimpleNamespace(lora_server=cluster.client("one"))
+    contents = AdapterContents(SHAPE, torch.float32, rank.lora_server.store)
+    with ExitStack() as undo:
+        store = make_store(config, rank, *(SimpleNamespace(),) * 2, contents, SimpleNamespace(), undo)
+        yield store, contents
+    store.close()
+
+
+def test_a_load_that_the_server_refuses_leaves_no_file_and_no_memory(made):
+    leases, contents = made
+
+    def refused() -> weakref.ref[PackedAdapter]:
+        large = random_adapter("large", SHAPE, 500)
+        contents.store.put(large)
+        with pytest.raises(CapacityError, match="can't be served by the LoRA Server"):
+            leases.prepare(large)
+        return weakref.ref(large)
+
+    large = refused()
+    settled(leases._leases)
+    assert list(contents.store.directory.iterdir()) == []
+    gc.collect()
+    assert large() is None
+    assert list(contents.store._mapped) == []
+
+
+def test_a_load_that_the_engine_refuses_leaves_no_file_unless_a_name_uses_it(made):
+    leases, contents = made
+    served = leases.keep(leases.prepare(random_adapter("a", SHAPE)))
+    contents.serve("name", "a")
+    for name in "ab":
+        leases.undo_prepare(leases.prepare(random_adapter(name, SHAPE)))
+    kept = leases.keep(leases.prepare(random_adapter("c", SHAPE)))  # as beside too few pages of the engine
+    leases.forget(kept)
+    leases.undo_prepare(kept)
+    settled(leases._leases)
+    assert [one in contents.store for one in "abc"] == [True, False, False]
+    assert leases._leases._registered == {served.content_hash}
+    leases.forget(served)
+    settled(leases._leases)
+    assert "a" in contents.store, "the name may return to this content"
 
 
 def test_leases_are_forgotten_with_their_adapter(leases):
