@@ -210,15 +210,22 @@ class Leader:
             earlier.peer.abort("the instance has joined again")
             self._forget(instance)
         visitor.instance = instance
-        visitor.left.callback(self._lose_instance, visitor)
+        visitor.left.push_async_callback(self._lose_instance, visitor)
         self._instances[instance] = visitor
         logger.info("instance %s joined", instance)
+        await self._drop_unused(visitor)
 
-    def _lose_instance(self, visitor: Visitor) -> None:
+    async def _lose_instance(self, visitor: Visitor) -> None:
         if self._instances.get(visitor.instance) is visitor:
             del self._instances[visitor.instance]
             self._forget(visitor.instance)
             logger.warning("instance %s left; its leases ended", visitor.instance)
+            await self._drop_unused(visitor)
+
+    async def _drop_unused(self, visitor: Visitor) -> None:
+        """Carry out the drops that waited for an instance that has left."""
+        while unused := [one for one in self._to_drop if not self._registered_by.get(one)]:
+            await self.unregister(visitor, unused[0])
 
     def _forget(self, instance: str) -> None:
         for instances in self._registered_by.values():

@@ -734,6 +734,31 @@ def test_content_that_is_registered_again_outlasts_an_earlier_drop(cluster):
     until(lambda: "a" not in store)
 
 
+@pytest.mark.parametrize("comes_again", [False, True])
+def test_a_drop_that_waits_for_an_instance_is_carried_out_when_the_instance_ends(cluster, comes_again):
+    one, store = joined(cluster, "one", "ab"), HostStore(cluster.config.store_dir)
+    hello = cluster.client("two")._hello
+
+    async def end_two() -> None:
+        place = cluster.config.address, None, hello, PATIENCE_S, "join_instance", "two"
+        two = await join(*place)
+        for adapter_id in "abc":
+            assert await called(two, "register", adapter_id)
+        await called(two, "acquire", "c", *ANYBODY)
+        for adapter_id in "ac":
+            await called(two, "drop", adapter_id)
+        assert "c" in store, "an instance has requests of this version"
+        if comes_again:
+            two = await join(*place)
+        two.end()
+
+    network().run(end_two(), PATIENCE_S)
+    until(lambda: "c" not in store)
+    assert settled(one).num_resident == 0
+    assert "a" in store
+    assert "b" in store
+
+
 def test_adapter_too_large_for_the_server_is_refused_by_the_size_it_needs():
     with Cluster(SHAPE, "EP2-PP1", memory_gb=0.0005) as cluster:
         cluster.put(random_adapter("small", SHAPE), random_adapter("huge", SHAPE, 500))
