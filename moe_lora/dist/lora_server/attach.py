@@ -43,11 +43,11 @@ from .content import num_blocks, send_blocks
 from .control import REJOIN_S, Hear, Pings, ask, called, find_rank, join, network
 from .messages import HANDSHAKE, AdapterFailed, DropOrder, Need
 from .reach import agreed_facts, client_name, server_transport
-from .server_store import NUM_TRIES
 
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 30.0
+_NUM_TRIES = 3
 NUM_REGISTERS = 8
 """In flight at a rejoin: a longer backlog starves pings."""
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
@@ -234,7 +234,7 @@ class LeaseClient:
 
     async def _make_known(self, peer: Peer, adapter_id: str) -> None:
         try:
-            for _ in range(NUM_TRIES):  # a drop may delete the file meanwhile
+            for _ in range(_NUM_TRIES):  # a drop may delete the file meanwhile
                 if await peer.call("register", adapter_id):
                     break
                 with suppress(FileNotFoundError):
