@@ -275,11 +275,16 @@ def _held_columns(shard: ModelShard) -> np.ndarray:
 
 
 def shard_layer(
-    layer: PackedLayer, shape: ModelShape, kept: np.ndarray, shard: ModelShard | None = None
+    layer: PackedLayer,
+    shape: ModelShape,
+    kept: np.ndarray,
+    shard: ModelShard | None = None,
+    beside: LayerShard | None = None,
 ) -> LayerShard:
     """The part of `layer` with the entries `kept` ([X] bool), and with all outer entries and columns.
 
-    Shared matrices stay shared.  shard: division of sites; None: matrices stay whole.
+    Shared matrices stay shared.  shard: division of sites; None: matrices stay whole.  beside: another rank's
+    part in the same memory, with the undivided matrices; num_elements includes `beside`.
     """
     table = layer.table.numpy()
     kept = np.concatenate([kept, np.ones(len(table) - len(kept), dtype=bool)])
@@ -289,25 +294,31 @@ def shard_layer(
     held = shape if shard is None else shard
     sizes = np.concatenate([lora_rank * width[rows] for width in entry_widths(held)])
     align = MATRIX_ALIGN_BYTES // layer.data.element_size()
-    sizes = -(-sizes // align) * align
     unique, first = np.unique(starts, return_index=True)
-    places = np.cumsum(sizes[first]) - sizes[first]
+    sizes = -(-sizes[first] // align) * align
+    of_b, which = np.divmod(first, max(1, len(rows)))
+    matrices = of_b, rows[which]
+    num_elements = 0
+    if beside is not None:
+        whole, own = (np.stack(entry_widths(one))[matrices] for one in (shape, held))
+        sizes, num_elements = sizes * (whole != own), beside.num_elements
+    places = num_elements + np.cumsum(sizes) - sizes
+    num_elements += int(sizes.sum())
+    if beside is not None:
+        places = np.where(sizes > 0, places, beside.table.numpy()[rows[which], of_b])
     shard_table = np.zeros_like(table)
     shard_table[rows, :2] = places[np.searchsorted(unique, table[rows, :2])]
     shard_table[rows, 2] = lora_rank
-    copies = _merged(unique, places, sizes[first])
+    copies = _merged(unique, places, sizes)
     divided: tuple[tuple[int, ...], ...] = ()
     if shard is not None:
-        of_b, which = np.divmod(first, max(1, len(rows)))
-        copies, divided = _divided(
-            shard, (of_b, rows[which]), (unique, places, sizes[first]), lora_rank[which]
-        )
+        copies, divided = _divided(shard, matrices, (unique, places, sizes), lora_rank[which])
     return LayerShard(
-        copies=copies,
+        copies=copies if beside is None else (),
         divided=divided,
         table=torch.from_numpy(shard_table),
         scale=torch.where(torch.from_numpy(shard_table[:, 2]) > 0, layer.scale, 0.0),
-        num_elements=int(sizes[first].sum()),
+        num_elements=num_elements,
     )
 
 

@@ -400,12 +400,6 @@ class EngineConfig(Settings):
                 f"tensor_parallel={tensor} and expert_parallel={expert} are of other ranks; give the same "
                 "number twice, or leave one out"
             )
-        if self.lora_server is not None and (expert == 1 or self.lora_server.sites == "all"):
-            raise ConfigError(
-                f"a LoRA Server computes whole sites, and tensor_parallel={tensor} divides them; for a model "
-                f"with experts give expert_parallel={tensor} too and lora_server.sites='experts', or leave "
-                "tensor_parallel out"
-            )
 
     def _check_host_settings(self) -> None:
         number, parts = self.host_workers, self.num_instances * self.num_ranks

@@ -3,6 +3,11 @@
 
 EPx-PPy cuts experts into x parts and layers into y stages, DPm cuts adapters (InfiniLoRA section 4.1, figure
 8).  Server rank = stage * x + ep_rank.
+
+A rank of P ranks with tensor parallelism asks for the deltas of the rank's part of a site (`core.shard`) with
+D inputs and N outputs.  Values a row: D + N/P with divided outputs, D/P + N with divided inputs, in one
+message and one answer.  No answer waits for another rank, and the rank can compute the part without a server.
+Inputs joined at the server would save D - D/P values with divided outputs, and break both promises.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from dataclasses import dataclass
 
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.shard import ModelShard
 
 _FORMS = "EPx-PPy (such as EP2-PP1), EPx, PPy or DPm"
 
@@ -67,17 +73,28 @@ class Partition:
     4.1).  A site without experts belongs to EP rank (site index mod x) of the layer's stage; every instance
     rank sends rows there.
 
-    client_ranks: p.  sites: "all", "experts", or "auto": "experts" for a model with experts.  Raises
-    ConfigError if numbers don't divide, or stages exceed layers.
+    expert_parallel: p.  sites: "all", "experts", or "auto": "experts" for a model with experts.  shards: by
+    instance rank; empty unless tensor parallelism divides sites of the server.  Raises ConfigError if numbers
+    don't divide, or stages exceed layers.
     """
 
-    def __init__(self, shape: ModelShape, layout: Layout, client_ranks: int, *, sites: str = "all") -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        layout: Layout,
+        expert_parallel: int,
+        *,
+        sites: str = "all",
+        tensor_parallel: int = 1,
+    ) -> None:
         self.shape = shape
         self._experts_only = sites == "experts" or (sites == "auto" and shape.num_experts > 0)
         self.layout = layout
-        self.client_ranks = client_ranks
+        self.expert_parallel, self.tensor_parallel = expert_parallel, tensor_parallel
+        self.client_ranks = max(expert_parallel, tensor_parallel)
         self._check_layout()
         self._check_clients()
+        self.shards = self._divided_shards() if tensor_parallel > 1 else ()
 
     def serves(self, site_index: int) -> bool:
         """True if the server computes this site."""
@@ -104,7 +121,17 @@ class Partition:
 
     def local_experts(self, client_rank: int) -> range:
         """Experts with base weights on this instance rank."""
-        return _part(self.shape.num_experts, client_rank, self.client_ranks)
+        return _part(self.shape.num_experts, client_rank % self.expert_parallel, self.expert_parallel)
+
+    def shape_of(self, client_rank: int) -> ModelShape:
+        """Sizes of sites on this instance rank."""
+        return self.shards[client_rank].shape if self.shards else self.shape
+
+    def _divided_shards(self) -> tuple[ModelShard, ...]:
+        numbers = self.tensor_parallel, self.expert_parallel
+        shards = tuple(ModelShard(self.shape, *numbers, rank) for rank in range(self.tensor_parallel))
+        sites = zip(self.shape.sites, shards[0].shape.sites, strict=True)
+        return shards if any(self.serves(i) and a != b for i, (a, b) in enumerate(sites)) else ()
 
     def owner(
         self, layer: int, site_index: int, expert: int | None = None, *, slot: int | None = None
@@ -169,7 +196,7 @@ class Partition:
             )
 
     def _check_clients(self) -> None:
-        clients, num_experts, ep = self.client_ranks, self.shape.num_experts, self.layout.ep
+        clients, num_experts, ep = self.expert_parallel, self.shape.num_experts, self.layout.ep
         if clients < 1:
             raise ConfigError(f"expert_parallel={clients} must be 1 or more")
         if num_experts % clients:

@@ -82,7 +82,7 @@ class WeightMerge:
 
     def __init__(self, model: CausalLM) -> None:
         self.shape: ModelShape = model.spec.shape
-        self._shard = model.shard
+        self.shard = model.shard
         self.merged = np.zeros((self.shape.num_layers, len(self.shape.sites)), dtype=bool)
         self._weights: dict[tuple[int, int], torch.Tensor] = {}
         for number, layer in enumerate(model.layers):
@@ -200,7 +200,7 @@ class WeightMerge:
     def _parts(self, piece: tuple[int, int], held: HeldAdapter) -> Iterator[tuple[int, int, torch.Tensor]]:
         layer, number = piece
         site, ranks = self.shape.sites[number], held.lora_ranks[layer]
-        for expert in self._shard.copies(site) if site.num_experts else (0,):
+        for expert in self.shard.copies(site) if site.num_experts else (0,):
             for module in range(len(site.modules)):
                 entry = site.entry(module, expert)
                 if ranks[entry]:
@@ -209,7 +209,7 @@ class WeightMerge:
     def _rows(self, piece: tuple[int, int], entry: int) -> torch.Tensor:
         site, weight = self.shape.sites[piece[1]], self._weights[piece]
         expert, module = divmod(entry - site.entry_base, len(site.modules))
-        matrix = weight[expert - self._shard.copies(site).start] if site.num_experts else weight
+        matrix = weight[expert - self.shard.copies(site).start] if site.num_experts else weight
         return matrix.narrow(0, site.columns[module], site.out_features[module])
 
 

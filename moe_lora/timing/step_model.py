@@ -11,7 +11,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cached_property
+from operator import mul
+from typing import NamedTuple, TypeVar
 
 from moe_lora.config import LORA_KERNELS, PERFORMANCE_FORMS
 from moe_lora.core.errors import ConfigError
@@ -30,8 +32,7 @@ expert_ranks    sum R_a (1 - (1 - p)^T_a): rows of the chosen experts' adapter w
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One request of a step, or several of one adapter: only tokens count.
 
     lora_rank 0 and adapter None: the base model.  num_tokens: 1 in decode, the prompt's in prefill.
@@ -65,25 +66,23 @@ class StepWork:
 
     def features(self, more: Row | None = None) -> dict[str, float]:
         """All `FEATURES`, with an optional extra row."""
-        largest = max(self._tokens_of_rank, default=0)
+        return dict(zip(FEATURES, self.terms(more), strict=True))
+
+    def terms(self, more: Row | None = None) -> tuple[float, ...]:
+        """The values of `features`."""
+        largest = max(self._tokens_of_rank) if self._tokens_of_rank else 0
         num_tokens, ranks = self.num_tokens, self._ranks
         adapter_ranks, expert_ranks = self._adapter_ranks, self._expert_ranks
         if more is not None:
             num_tokens += more.num_tokens
-            largest = max(largest, more.lora_rank)
+            if more.lora_rank > largest:
+                largest = more.lora_rank
             ranks += more.num_tokens * more.lora_rank
             distinct, share = self._gain(more, more.num_tokens)
             adapter_ranks += distinct
             expert_ranks += share
-        return {
-            "step": 1.0,
-            "tokens": float(num_tokens),
-            "experts": 1.0 - self._unused**num_tokens,
-            "padded_ranks": float(num_tokens * largest),
-            "ranks": float(ranks),
-            "adapter_ranks": float(adapter_ranks),
-            "expert_ranks": expert_ranks,
-        }
+        experts = 1.0 - self._unused**num_tokens
+        return 1.0, num_tokens, experts, num_tokens * largest, ranks, adapter_ranks, expert_ranks
 
     def _change(self, row: Row, num_tokens: int) -> None:
         distinct, share = self._gain(row, num_tokens)
@@ -164,6 +163,11 @@ class StepModel:
                 if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
                     raise ConfigError(f"{phase}_s[{name!r}]={value!r} must be a number of seconds >= 0")
 
+    @cached_property
+    def _coefficients(self) -> dict[str, list[float]]:
+        each = {"decode": self.decode_s, "prefill": self.prefill_s}
+        return {phase: [seconds.get(name, 0.0) for name in FEATURES] for phase, seconds in each.items()}
+
     def work(self, rows: Iterable[Row] = ()) -> StepWork:
         """A batch for `seconds`."""
         return StepWork(self.expert_share, rows)
@@ -172,9 +176,7 @@ class StepModel:
         """Seconds of a step with an optional extra row; 0 without rows."""
         if more is None and not work.num_tokens:
             return 0.0
-        found = work.features(more)
-        coefficients = self.decode_s if phase == "decode" else self.prefill_s
-        return math.fsum([value * found[name] for name, value in coefficients.items()])
+        return math.fsum(map(mul, self._coefficients[phase], work.terms(more)))
 
     def decode_step_s(self, rows: Iterable[Row]) -> float:
         """DecPerf of Toppings Algorithm 1: seconds with one token of each request; 0 without."""
@@ -236,9 +238,11 @@ Key = TypeVar("Key", bound=Hashable)
 
 def change_count(counts: Counter[Key], key: Key, change: int) -> None:
     """Change a count; a count of 0 is removed."""
-    counts[key] += change
-    if not counts[key]:
-        del counts[key]
+    number = counts.get(key, 0) + change
+    if number:
+        counts[key] = number
+    else:
+        counts.pop(key, None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,15 @@ import numpy as np
 import torch
 
 from moe_lora.adapters.host_store import HostStore
+from moe_lora.adapters.packed import PackedAdapter, entries_of_experts
 from moe_lora.core.shape import ModelShape
+from moe_lora.core.shard import ModelShard
 from moe_lora.dist.deltas.remote_backend import RemoteBackend, ServerPartition
 from moe_lora.kernels.operands import SlotTable, StepTables
 from moe_lora.lora.backend import AddTo
 from moe_lora.lora.local import LocalBackend
 from moe_lora.lora.row_routing import RowRouting, Source
+from tests.adapters.dense import shard_adapter
 from tests.slots import write_slot
 
 _BITS = {4: torch.int32, 2: torch.int16}
@@ -59,7 +62,7 @@ class ComparedBackend(RemoteBackend):
         self, shape: ModelShape, source: Source, division: ServerPartition, links, layout, store: HostStore
     ) -> None:
         super().__init__(shape, source, division, links, layout, store)
-        self._local = LocalAdapters(shape, store)
+        self._local = LocalAdapters(shape, store, layout.shard)
         self._tally = Tally()
         # A mapping survives a process that is ended at once.
         path = tally_path(store.directory, division.client_rank)
@@ -92,11 +95,15 @@ class ComparedBackend(RemoteBackend):
 
 
 class LocalAdapters:
-    """The adapters of the steps, whole and in an arena of their own, and a LocalBackend over them."""
+    """The adapters of the steps in an arena of their own, and a LocalBackend over them.
 
-    def __init__(self, shape: ModelShape, store: HostStore) -> None:
+    shard: of a rank with a part of each matrix; None: whole matrices.
+    """
+
+    def __init__(self, shape: ModelShape, store: HostStore, shard: ModelShard | None = None) -> None:
         self._shape = shape
         self._store = store
+        self._shard = shard
         self._slot_of: dict[str, int] = {}
         self._load()
 
@@ -118,7 +125,7 @@ class LocalAdapters:
         return np.array([self._slot_of[content_hash] for content_hash in hashes] + [-1])
 
     def _load(self) -> None:
-        packed = [self._store.get(content_hash, content_hash) for content_hash in self._slot_of]
+        packed = [self._part(self._store.get(content_hash, content_hash)) for content_hash in self._slot_of]
         arena = torch.empty(sum(adapter.nbytes for adapter in packed), dtype=torch.uint8)
         slots = SlotTable(
             max(1, len(packed)), self._shape.num_layers, self._shape.num_entries, torch.device("cpu")
@@ -130,6 +137,12 @@ class LocalAdapters:
             start = offsets.pop()
             write_slot(slots, slot, arena, adapter, offsets)
         self.backend = LocalBackend(self._shape, arena, slots)
+
+    def _part(self, packed: PackedAdapter) -> PackedAdapter:
+        if (shard := self._shard) is None:
+            return packed
+        kept = entries_of_experts(shard.whole, shard.experts)
+        return shard_adapter(packed, shard.whole, [kept] * len(packed.layers), shard)
 
 
 def _bits(y: torch.Tensor) -> torch.Tensor:

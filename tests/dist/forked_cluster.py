@@ -82,11 +82,8 @@ def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
 
 def local_tokens(model: ServedModel, dtype: str, **changes: Any) -> Tokens:
     """Greedy tokens of the local backend.  changes: of `settings`."""
-    engine = build.build_engine(settings(model, dtype, **changes))
-    try:
+    with instance(settings(model, dtype, **changes)) as engine:
         return answers(engine, requests_to(model))
-    finally:
-        engine.close()
 
 
 def served_tokens(model: ServedModel, row: Row, *, eager: bool = True, **changes: Any) -> Outcome:
@@ -114,7 +111,7 @@ def served_tokens(model: ServedModel, row: Row, *, eager: bool = True, **changes
         engine = stack.enter_context(instance(config))
         tokens = answers(engine, requests_to(model))
         num_evictions = LoraServerAdmin(server.address, None).state().num_evictions
-        tallies = [read_tally(server.store_dir, rank) for rank in range(expert_parallel)]
+        tallies = [read_tally(server.store_dir, rank) for rank in range(config.num_ranks)]
     return Outcome(tokens, tallies, num_evictions)
 
 
@@ -186,9 +183,7 @@ def serve_server_rank(connection: Connection) -> None:
 def instance(config: EngineConfig) -> Iterator[EngineCore]:
     """An engine whose ranks compare every delta."""
     with ExitStack() as stack, mock.patch.object(attach, "RemoteBackend", ComparedBackend):
-        connections = [
-            stack.enter_context(forked(follow_comparing)) for _ in range(1, config.expert_parallel)
-        ]
+        connections = [stack.enter_context(forked(follow_comparing)) for _ in range(1, config.num_ranks)]
         followers = Followers(connections, OwnFolder()) if connections else None
         engine = build.build_engine(config, followers)
         try:

@@ -96,6 +96,38 @@ def test_a_server_changes_no_token_of_the_later_families(family: str, expected: 
     assert not served_tokens(model, row).complaints(tokens)
 
 
+DIVIDED = [
+    ("llama", "EP1-PP1", 1, "auto", "float32", "shm"),
+    ("mixtral", "EP2-PP1", 2, "all", "float32", "shm"),
+    ("glm4_moe", "EP2-PP2", 2, "all", "bfloat16", "gloo"),
+    *(
+        pytest.param(*one, marks=pytest.mark.slow)
+        for one in (
+            ("llama", "EP2-PP2", 1, "all", "bfloat16", "gloo"),
+            ("mixtral", "EP2-PP1", 1, "auto", "float32", "shm"),
+            ("gpt_oss", "EP2-PP1", 1, "all", "bfloat16", "gloo"),
+            ("qwen2_moe", "EP1-PP2", 2, "all", "float32", "shm"),
+            ("afmoe", "EP4-PP1", 2, "all", "float32", "shm"),
+            ("olmoe", "EP2-PP1", 1, "all", "float32", "shm"),
+            ("phi3", "EP1-PP1", 1, "all", "float32", "shm"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "layout", "expert", "sites", "dtype", "transport"), DIVIDED)
+def test_ranks_that_divide_sites_have_the_bits_of_the_local_backend(
+    family: str, layout: str, expert: int, sites: str, dtype: str, transport: str, expected: Expected
+) -> None:
+    """Two ranks with tensor parallelism.  The tokens are of such ranks without a server."""
+    model, _ = expected(family, "float32")
+    tokens = local_tokens(model, dtype, tensor_parallel=2, expert_parallel=expert)
+    row = {name: values[0] for name, values in FACTORS.items()} | {"layout": layout, "sites": sites}
+    row |= {"family": family, "dtype": dtype, "expert_parallel": str(expert), "transport": transport}
+    complaints = served_tokens(model, row, tensor_parallel=2).complaints(tokens)
+    assert not complaints, "; ".join(complaints)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_compiled_layers_add_the_same_bits(family: str, expected: Expected) -> None:

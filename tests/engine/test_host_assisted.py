@@ -186,19 +186,23 @@ def test_adapters_of_a_pool_are_computed_by_hosts_once_they_are_here(family, hol
 
 @contextmanager
 def lora_server(
-    model, *, sites: str, num_ranks: int = 1, loads: threading.Event | None = None
+    model, *, sites: str, num_ranks: int = 1, loads: threading.Event | None = None, tensor_parallel: int = 1
 ) -> Iterator[tuple[LoraServerConfig, ServerRank]]:
-    """A rank in a thread, with a host worker; it loads layers after the first when the event comes."""
+    """A rank in a thread, which loads layers after the first when the event comes.
+
+    With a host worker, except beside tensor parallelism.
+    """
     with tempfile.TemporaryDirectory(prefix="ls") as folder:  # short: paths of sockets are
         server = LoraServerConfig(
             address=f"{folder}/leader",
             store_dir=f"{folder}/store",
             sites=sites,
             memory_gb=0.01,
-            host_workers=1,
+            host_workers=int(tensor_parallel == 1),
             host_tokens_per_worker=8,
         )
         options = {"dtype": "float32", "lora_server": server, "expert_parallel": num_ranks}
+        options["tensor_parallel"] = tensor_parallel
         config = EngineConfig(model_dir=str(model.model_dir), **options)
         rank = build_rank(config, 0)
         load = rank.loop.server_store._load_layer

@@ -103,9 +103,14 @@ def test_tokens_are_greedy_by_the_version_that_they_name(way):
     check_two_publications(way, **WAYS[way])
 
 
-def test_beside_a_lora_server_tokens_are_greedy_by_their_version():
-    with Cluster(shape_of(read_config(MODEL))) as cluster:
-        check_two_publications("lora_server", lora_server=cluster.config)
+@pytest.mark.parametrize("number", [1, 2])
+def test_beside_a_lora_server_tokens_are_greedy_by_their_version(number):
+    """number: of ranks with tensor parallelism."""
+    cluster = Cluster(shape_of(read_config(MODEL)))
+    cluster.ranks = number, number
+    settings = {"expert_parallel": number, "tensor_parallel": number}
+    with cluster:
+        check_two_publications("lora_server", lora_server=cluster.config, **settings)
 
 
 def test_a_lora_server_keeps_files_of_the_last_two_versions_of_a_name():

@@ -86,6 +86,22 @@ def test_formats_of_checkpoints_have_the_bits_of_the_dequantised_weights(
         assert torch.equal(alone, dense[:1])
 
 
+@pytest.mark.parametrize("form", [Format("int8"), Format("int8", 64), Format("fp8")], ids=ident)
+def test_extreme_scales_have_the_bits_of_the_dequantised_weights(isa, dtype, generator, form):
+    """Zero, subnormal numbers, and products beyond the largest number."""
+    scales = [0.0, 1e-40, 2.0**-100, 0.3, 2.0**100, 1e37]
+    weight = random_held(form, 1, 128, len(scales), generator, dtype=torch.float32)
+    scale = torch.tensor(scales)[:, None].expand(len(scales), form.num_groups(128))
+    matrix = weight._replace(
+        data=weight.data[0], scale=scale.reshape(weight.scale.shape[1:]).to(weight.scale.dtype).contiguous()
+    )
+    plain = quantised.dequantise(matrix, len(scales), 128, dtype)
+    for rows in (1, 5, 13, 20):
+        x = random(generator, rows, 128, dtype=dtype)
+        found = cpu.quantised_linear(x, matrix, None, None, len(scales))
+        assert torch.equal(found.nan_to_num(-1), cpu.linear(x, plain, None).nan_to_num(-1)), rows
+
+
 def test_every_code_and_exponent_means_what_torch_says(isa, dtype):
     """Inputs of one 1 each give the weights themselves."""
     codes = torch.arange(256).to(torch.uint8).view(8, 32)
@@ -185,8 +201,10 @@ def test_wide_layers_are_bit_identical_in_any_batch_on_any_number_of_threads(isa
     ("form", "width"),
     [
         (Format("int8"), 1000),
+        (Format("int8"), 1024),
         (Format("int8", 96), 960),
         (Format("fp8", 128, 128), 900),
+        (Format("fp8", 128, 128), 896),
         (Format("int4", 64), 640),
         (Format("int4", 96), 960),
         (Format("int4", 512), 1536),

@@ -291,7 +291,7 @@ class InstanceRegistry:
 
     def having(self, adapter: str | None) -> list[Instance]:
         """Live instances with an adapter.  Raises EngineDeadError if there are none."""
-        found = [i for i in self.instances if i.live and (adapter is None or adapter not in i.missing)]
+        found = [i for i in self.instances if i.live and adapter not in i.missing]
         if found:
             return found
         if self.live:

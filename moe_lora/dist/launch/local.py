@@ -227,7 +227,8 @@ async def local_lora_server(
         # Check before the start of processes.
         shape = shape_of(config.hf_config())
         layout = Layout.parse(server.layout)
-        Partition(shape, layout, config.expert_parallel, sites=server.sites)
+        ranks = config.expert_parallel, config.tensor_parallel
+        Partition(shape, layout, ranks[0], sites=server.sites, tensor_parallel=ranks[1])
         cluster = replace(cluster, lora_server=server)
         # The file names no other address, so a rank deletes only this folder.
         alone = replace(

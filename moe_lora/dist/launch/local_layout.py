@@ -129,7 +129,8 @@ class LayoutChange:
                 "again with the other lora_server.layout, or leave device_puts out"
             )
         layout = Layout.parse(text)
-        Partition(shape_of(engine.hf_config()), layout, engine.expert_parallel, sites=given.sites)
+        shape, ranks = shape_of(engine.hf_config()), (engine.expert_parallel, engine.tensor_parallel)
+        Partition(shape, layout, ranks[0], sites=given.sites, tensor_parallel=ranks[1])
         address = os.path.join(os.path.dirname(given.address), f"layout-{next(_numbers)}")
         server = replace(given, layout=str(layout), address=address, capacity=capacity)
         devices = _without_server(now.devices, layout.num_ranks)

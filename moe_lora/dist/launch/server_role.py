@@ -93,7 +93,14 @@ def _host_workers_of_server(config: EngineConfig, shape: ModelShape) -> HostWork
         return None
     layout = Layout.parse(server.layout)
     check_cores(server.host_workers, layout.num_ranks, (), setting="lora_server.host_workers")
-    partition = Partition(shape, layout, config.expert_parallel, sites=server.sites)
+    numbers = config.expert_parallel, config.tensor_parallel
+    partition = Partition(shape, layout, numbers[0], sites=server.sites, tensor_parallel=numbers[1])
+    if partition.shards:
+        raise ConfigError(
+            f"lora_server.host_workers={server.host_workers} compute whole sites, and tensor_parallel="
+            f"{config.tensor_parallel} divides them; leave lora_server.host_workers out, or for a model with "
+            f"experts give expert_parallel={config.tensor_parallel} and lora_server.sites='experts'"
+        )
     has_attention = any(partition.serves(i) for i, site in enumerate(shape.sites) if not site.num_experts)
     if has_attention and config.expert_parallel > 1 and config.device != "cpu":
         raise ConfigError(

@@ -351,10 +351,12 @@ class ServerLink:
         settings: LoraServerConfig,
         transport: Transport,
         layout: FrameLayout,
+        client_rank: int = 0,
     ) -> None:
         self._name = name
         self._join = join
         self._instance = instance
+        self._client_rank = client_rank
         self._settings = settings
         self._transport = transport
         self._layout = layout
@@ -388,7 +390,8 @@ class ServerLink:
         answers = transport.alloc(label, settings.depth * layout.answer_bytes, 1)
         try:
             async with attended(transport, answers):
-                arguments = self._instance, answers.descriptor(), layout.max_rows, settings.depth
+                sizes = layout.max_rows, settings.depth
+                arguments = self._instance, answers.descriptor(), *sizes, self._client_rank
                 descriptor = await called(peer, "open_session", *arguments)
             requests = await asyncio.to_thread(transport.attach, descriptor)
         except BaseException as error:
@@ -424,8 +427,8 @@ class ServerLink:
 class LoraServerClient:
     """One client rank's links to server ranks, and their backend.
 
-    pushed: the backend over device puts, if any.  limit_s: for all first connections.  Raises ConfigError for
-    an unfit layout, LoraServerError for an absent server.
+    ranks: expert_parallel and tensor_parallel.  pushed: the backend over device puts, if any.  limit_s: for
+    all first connections.  Raises ConfigError for an unfit layout, LoraServerError for an absent server.
     """
 
     def __init__(
@@ -436,7 +439,7 @@ class LoraServerClient:
         instance: str,
         *,
         client_rank: int = 0,
-        client_ranks: int = 1,
+        ranks: tuple[int, int] = (1, 1),
         limit_s: float = math.inf,
     ) -> None:
         self.pushed: PushedBackend | None = None
@@ -445,19 +448,20 @@ class LoraServerClient:
         self._instance = instance
         self._keys = keys_in(server.certificates)
         name = client_name(instance, client_rank)
-        self._hello = HANDSHAKE.hello(name, agreed_facts(shape, dtype, server, client_ranks))
-        layout = FrameLayout(shape, dtype, server.max_rows)
-        self.store = HostStore(server.store_dir)
         self.partition = partition = Partition(
-            shape, Layout.parse(server.layout), client_ranks, sites=server.sites
+            *(shape, Layout.parse(server.layout), ranks[0]), sites=server.sites, tensor_parallel=ranks[1]
         )
+        self._hello = HANDSHAKE.hello(name, agreed_facts(partition, dtype, server))
+        shard = partition.shards[client_rank] if partition.shards else None
+        layout = FrameLayout(partition.shape_of(client_rank), dtype, server.max_rows, shard)
+        self.store = HostStore(server.store_dir)
         put_timeout_s = min(server.answer_timeout_s, MAX_PUT_S)
         self._transport = server_transport(server, name, put_timeout_s=put_timeout_s)
         self.links = {
             server_rank: ServerLink(
                 f"link to server rank {server_rank}",
                 partial(self._join_rank, server_rank),
-                *(instance, server, self._transport, layout),
+                *(instance, server, self._transport, layout, client_rank),
             )
             for server_rank in range(partition.layout.num_ranks)
             if client_rank in partition.clients_of_server(server_rank)
@@ -469,7 +473,7 @@ class LoraServerClient:
             self.close()
             raise
         division = ServerPartition(partition, client_rank)
-        self.backend = RemoteBackend(shape, Source.LEASED, division, self.links, layout, self.store)
+        self.backend = RemoteBackend(layout.shape, Source.LEASED, division, self.links, layout, self.store)
 
     def meet_devices(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
         """Have this device put rows to the server's devices, if all of them meet."""

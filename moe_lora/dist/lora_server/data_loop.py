@@ -46,7 +46,10 @@ _WARM_RANKS = (64, MAX_CUDA_LORA_RANK)
 
 
 class ServerSession:
-    """The server's half of a session.  on_drop: called for a lost client."""
+    """The server's half of a session.
+
+    on_drop: called for a lost client.  client_rank: of the instance.  num_parts: see `ServerAdapterStore`.
+    """
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class ServerSession:
         depth: int,
     ) -> None:
         self.name = name
+        self.client_rank, self.num_parts = 0, 1
         self.instance = instance_number(instance)
         self.requests = requests
         self.answers = PeerFrames(transport, answers, layout.answer_bytes, depth)
@@ -154,12 +158,12 @@ class DataLoop:
         for site in sites:
             for request in _extremes(frame, layout, site):
                 out = torch.empty(
-                    request.num_rows, self._shape.sites[site].total_out_features, dtype=layout.dtype
+                    request.num_rows, layout.shape.sites[site].total_out_features, dtype=layout.dtype
                 )
                 place = request.slot, self.server_store.slots, self.server_store.arena
                 for rank in _WARM_RANKS:
                     request_deltas(
-                        request, self._shape, *place, out, kernel=self._lora_kernel, max_lora_rank=rank
+                        request, layout.shape, *place, out, kernel=self._lora_kernel, max_lora_rank=rank
                     )
 
     def add(self, session: ServerSession) -> None:
@@ -338,9 +342,11 @@ class DataLoop:
                 return STALE
             else:
                 slot = np.where(on_host.tokens, -1, slot)
+            if session.num_parts > 1:
+                slot = np.where(slot < 0, -1, slot * session.num_parts + session.client_rank)
             out = session.deltas(request)
             place = slot, server_store.slots, server_store.arena
-            request_deltas(request, self._shape, *place, out, kernel=self._lora_kernel)
+            request_deltas(request, session.layout.shape, *place, out, kernel=self._lora_kernel)
             if on_host is not None:
                 out[on_host.rows] = on_host.deltas
                 session.num_host_rows = len(on_host.rows)

@@ -82,7 +82,9 @@ class ServerCalls(typing.Protocol):
     A call's effects end with its connection.
     """
 
-    def open_session(self, instance: str, answers: bytes, max_rows: int, depth: int) -> bytes:
+    def open_session(
+        self, instance: str, answers: bytes, max_rows: int, depth: int, client_rank: int
+    ) -> bytes:
         """Serve an instance's rank; `answers` and the result are window descriptors."""
 
     def tell_turns(self, turns: bytes, num_seen: int) -> None:
@@ -157,7 +159,7 @@ _ORDERS = LoadOrder, EvictOrder, ResizeOrder, DropOrder, RestartOrder
 _TO_CLIENT = (Need, Content, Block, AdapterFailed, *_ORDERS)
 HANDSHAKE = Handshake(
     "LoRA Server",
-    version=8,
+    version=9,
     payload=Decoder(dict[str, Any]),
     dials=Protocol.of(*_TO_CLIENT, asks=_CALLS),
     listens=Protocol.of(Block, answers=_CALLS),

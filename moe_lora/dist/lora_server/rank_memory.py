@@ -15,7 +15,7 @@ import torch
 
 from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
-from moe_lora.adapters.packed import PackedAdapter, shard_layer
+from moe_lora.adapters.packed import LayerShard, PackedAdapter, shard_layer
 from moe_lora.cache.leases.residency import ShardPages, enough_gb
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.errors import ConfigError
@@ -26,13 +26,24 @@ from moe_lora.core.shape import DEFAULT_LORA_RANK
 from .messages import Memory
 
 
-def kept_entries(partition: Partition, server_rank: int, layer: int, slot: int) -> np.ndarray:
-    """[X] bool: the rank's entries of a layer; slot matters under data parallelism."""
-    return _kept(partition, server_rank, layer, slot % partition.layout.dp)
+def rank_parts(
+    packed: PackedAdapter, partition: Partition, server_rank: int, layer: int, slot: int
+) -> list[LayerShard]:
+    """The server rank's part of a layer: one for whole sites, or by instance rank, in the same memory.
+
+    num_elements of the last part: of the memory.  slot: matters under data parallelism.
+    """
+    kept = _kept(partition, server_rank, layer, slot % partition.layout.dp)
+    parts: list[LayerShard] = []
+    for shard in partition.shards or (None,):
+        before = parts[-1] if parts else None
+        parts.append(shard_layer(packed.layers[layer], partition.shape, kept, shard, before))
+    return parts
 
 
 @lru_cache(maxsize=4096)
 def _kept(partition: Partition, server_rank: int, layer: int, slot: int) -> np.ndarray:
+    """[X] bool: the rank's entries of a layer."""
     kept = np.zeros(partition.shape.num_entries, dtype=bool)
     for index, site in enumerate(partition.shape.sites):
         if not partition.serves(index):
@@ -52,9 +63,8 @@ def shard_pages(packed: PackedAdapter, partition: Partition, page_bytes: int) ->
         slot = rank % partition.layout.dp
         pages[rank] = {}
         for layer in partition.layers_of(rank):
-            kept = kept_entries(partition, rank, layer, slot)
-            shard = shard_layer(packed.layers[layer], partition.shape, kept)
-            num_bytes = shard.num_elements * packed.layers[layer].data.element_size()
+            parts = rank_parts(packed, partition, rank, layer, slot)
+            num_bytes = parts[-1].num_elements * packed.layers[layer].data.element_size()
             if num_bytes:
                 pages[rank][layer] = -(-num_bytes // page_bytes)
     return pages

@@ -12,23 +12,22 @@ import torch
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.address import own_host, parse_address
 from moe_lora.core.errors import LoraServerError
-from moe_lora.core.partition import Layout
-from moe_lora.core.shape import ModelShape
+from moe_lora.core.partition import Partition
 from moe_lora.dist.lora_server.control import Visitor
 from moe_lora.dist.transport.contract import Transport, make_transport
 
 
-def agreed_facts(
-    shape: ModelShape, dtype: torch.dtype, server: LoraServerConfig, expert_parallel: int
-) -> dict[str, Any]:
+def agreed_facts(partition: Partition, dtype: torch.dtype, server: LoraServerConfig) -> dict[str, Any]:
     """Facts that must agree on all processes."""
+    shape = partition.shape
     return {
         "dtype": str(dtype),
-        "layout": str(Layout.parse(server.layout)),
+        "layout": str(partition.layout),
         "transport": server.transport,
         "device_puts": server.device_puts,
         "sites": server.sites,
-        "expert_parallel": expert_parallel,
+        "expert_parallel": partition.expert_parallel,
+        "tensor_parallel": max(1, len(partition.shards)),
         **asdict(shape),
         "dense_layers": list(shape.dense_layers),
         "delta": repr(shape.delta),

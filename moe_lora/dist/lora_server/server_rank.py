@@ -99,12 +99,14 @@ class ServerRank:
         self._dtype = getattr(torch, config.dtype)
         self._device = own_device(config, server_rank if local_rank is None else local_rank)
         self._partition = Partition(
-            shape, Layout.parse(server.layout), config.expert_parallel, sites=server.sites
+            *(shape, Layout.parse(server.layout), config.expert_parallel),
+            sites=server.sites,
+            tensor_parallel=config.tensor_parallel,
         )
         self._keys = keys_in(server.certificates)
         self._store = HostStore(server.store_dir)
         name = f"lora-server-{server_rank}"
-        self._agreed = agreed_facts(shape, self._dtype, server, config.expert_parallel)
+        self._agreed = agreed_facts(self._partition, self._dtype, server)
         self._hello = HANDSHAKE.hello(name, self._agreed)
         self._transport = server_transport(server, name, put_timeout_s=_PUT_TIMEOUT_S)
         self._session_numbers = itertools.count()
@@ -186,7 +188,7 @@ class ServerRank:
             host=self._host,
         )
         if self._device.type == "cuda":
-            layout = FrameLayout(self._shape, self._dtype, self._server.max_rows)
+            layout = FrameLayout(self._partition.shape_of(0), self._dtype, self._server.max_rows)
             self.loop.warm_up(layout, filter(self._partition.serves, range(len(self._shape.sites))))
 
     def _listen(self, address: Address, answers: Mapping[str, Answer]) -> None:
@@ -296,13 +298,17 @@ class ServerRank:
         return device_loop(self._config, self._partition, self._server_rank, self.loop.server_store, meeting)
 
     async def _open_session(
-        self, visitor: Visitor, instance: str, answers: bytes, max_rows: int, depth: int
+        self, visitor: Visitor, instance: str, answers: bytes, max_rows: int, depth: int, client_rank: int
     ) -> bytes:
         """Serve a client rank during its connection."""
         loop, peer = asyncio.get_running_loop(), visitor.peer
+        if not 0 <= client_rank < self._partition.client_ranks:
+            raise LoraServerError(
+                f"client_rank={client_rank} of {instance} must be 0 to {self._partition.client_ranks - 1}"
+            )
 
         def begin() -> ServerSession:
-            layout = FrameLayout(self._shape, self._dtype, max_rows)
+            layout = FrameLayout(self._partition.shape_of(client_rank), self._dtype, max_rows)
             try:
                 there = self._transport.attach(answers)
             except (PeerUnreachableError, ValueError) as error:
@@ -310,6 +316,7 @@ class ServerRank:
             label = f"requests-{next(self._session_numbers)}"
             requests = self._transport.alloc(label, depth * layout.request_bytes, 1)
             session = ServerSession(peer.name, instance, self._transport, requests, there, layout, depth)
+            session.client_rank, session.num_parts = client_rank, self.loop.server_store.num_parts
             session.on_drop = partial(loop.call_soon_threadsafe, peer.end, "the session was given up")
             return session
 

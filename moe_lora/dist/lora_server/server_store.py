@@ -10,26 +10,25 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from moe_lora.adapters.packed import LayerShard, PackedAdapter, PackedLayer, shard_layer
+from moe_lora.adapters.packed import LayerShard, PackedAdapter, PackedLayer
 from moe_lora.cache.leases.residency import Run
 from moe_lora.core.errors import ConfigError, StorageError
 from moe_lora.core.partition import Partition
 from moe_lora.core.shape import ModelShape
 from moe_lora.kernels.operands import SlotTable
 from moe_lora.kernels.page_locked import Staging
-from moe_lora.lora.local import part_bytes
 from moe_lora.lora.row_routing import RoutedAdapter
 from moe_lora.timing.host_times import LinkTime
 
 from .messages import Memory
-from .rank_memory import kept_entries
+from .rank_memory import rank_parts
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +73,9 @@ class ServerAdapterStore:
 
     generation: [M] content of each slot, loaded or loading; a request with a lower one is late.  loaded: [M,
     L] generation of each layer in the arena.  epoch: number of `start_over` calls.  contents: of used slots.
-    reading: lock for reads of slot table and arena.  led: True if load commands can come.  Loads interleave
-    by layer (InfiniLoRA section 5.3); layer_wise False loads whole adapters in sequence.  Raises ConfigError
-    without the memory.
+    reading: lock for reads of slot table and arena.  slots: num_parts rows a slot, by instance rank with
+    divided sites.  led: True if load commands can come.  Loads interleave by layer (InfiniLoRA section 5.3);
+    layer_wise False loads whole adapters in sequence.  Raises ConfigError without the memory.
     """
 
     def __init__(
@@ -106,7 +105,8 @@ class ServerAdapterStore:
         on_cuda = self.arena.is_cuda
         self._stream = torch.cuda.Stream(device) if on_cuda else None
         self._staging = Staging() if on_cuda else None
-        self.slots = SlotTable(memory.capacity, shape.num_layers, shape.num_entries, device)
+        self.num_parts = max(1, len(partition.shards))
+        self.slots = SlotTable(memory.capacity * self.num_parts, shape.num_layers, shape.num_entries, device)
         self.generation = np.zeros(memory.capacity, dtype=np.int64)
         self.loaded = np.zeros((memory.capacity, shape.num_layers), dtype=np.int64)
         self.contents: dict[int, tuple[int, RoutedAdapter]] = {}
@@ -169,7 +169,7 @@ class ServerAdapterStore:
             self.contents.pop(slot, None)
             self.on_tables()
             with self.reading:
-                self.slots.clear(slot)
+                self._clear(slot)
         self.on_progress()
 
     def start_over(self, first_generation: int) -> None:
@@ -185,8 +185,12 @@ class ServerAdapterStore:
             self.on_tables()
             with self.reading:
                 for slot in range(len(self.generation)):
-                    self.slots.clear(slot)
+                    self._clear(slot)
         self.on_progress()
+
+    def _clear(self, slot: int) -> None:
+        for row in range(slot * self.num_parts, (slot + 1) * self.num_parts):
+            self.slots.clear(row)
 
     def grow(self, num_slots: int) -> None:
         """Grow to at least num_slots slots; earlier requests for new slots are stale."""
@@ -194,7 +198,7 @@ class ServerAdapterStore:
             more = num_slots - len(self.generation)
             if more <= 0:
                 return
-            slots = self.slots.grown(num_slots)
+            slots = self.slots.grown(num_slots * self.num_parts)
             with self.reading:
                 self.slots = slots
             # The data loop reads a slot once in `generation`.
@@ -297,26 +301,26 @@ class ServerAdapterStore:
 
     def _load_layer(self, loading: _Loading, layer: int, run: Run) -> int:
         packed = loading.packed.layers[layer]
-        kept = kept_entries(self._partition, self.server_rank, layer, loading.slot)
-        shard = shard_layer(packed, self._shape, kept)
+        parts = rank_parts(loading.packed, self._partition, self.server_rank, layer, loading.slot)
         start = run[0] * self._page_bytes
-        num_bytes = shard.num_elements * packed.data.element_size()
+        num_bytes = parts[-1].num_elements * packed.data.element_size()
         assert num_bytes <= run[1] * self._page_bytes
         with self._changed:
             if not self._is_wanted(loading):
                 return 0
             self._follow_others()
         # Without the lock: this thread writes a later owner's load after this one.
-        self._copy(packed, shard, self.arena[start : start + num_bytes])
+        self._copy(packed, parts, self.arena[start : start + num_bytes])
         with self._changed:
             if not self._is_wanted(loading):
                 return 0
             self._follow_others()
             with self.reading:
                 where = range(start, start + num_bytes)
-                self.slots.write_layer(
-                    loading.slot, layer, shard.table, shard.scale, packed.data.element_size(), where
-                )
+                for row, part in enumerate(parts, loading.slot * self.num_parts):
+                    self.slots.write_layer(
+                        row, layer, part.table, part.scale, packed.data.element_size(), where
+                    )
         self.loaded_bytes += num_bytes
         return num_bytes
 
@@ -325,10 +329,13 @@ class ServerAdapterStore:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.default_stream(self.arena.device))
 
-    def _copy(self, packed: PackedLayer, shard: LayerShard, target: torch.Tensor) -> None:
-        if self._staging is None:
-            shard.copy(packed.data, target.view(packed.data.dtype))
-            return
-        self._staging.copy(part_bytes(packed, shard), target)
+    def _copy(self, packed: PackedLayer, parts: Sequence[LayerShard], target: torch.Tensor) -> None:
+        data = target.view(packed.data.dtype)
+        if self._staging is not None:
+            data = packed.data.new_empty(parts[-1].num_elements)
+        for part in parts:
+            part.copy(packed.data, data)
+        if self._staging is not None:
+            self._staging.copy(data.view(torch.uint8), target)
         if self._stream is not None:
             self._stream.synchronize()

@@ -176,7 +176,8 @@ class MergedWeights:
 
     def _copy(self, adapter: MergedAdapter) -> HeldAdapter:
         shape, packed = self.weights.shape, self._find(adapter.content_hash)
-        parts = [shard_layer(layer, shape, self._kept) for layer in packed.layers]
+        shard = self.weights.shard if self.weights.shard.tensor_parallel > 1 else None
+        parts = [shard_layer(layer, self.weights.shard.whole, self._kept, shard) for layer in packed.layers]
         data = [part_bytes(layer, part) for layer, part in zip(packed.layers, parts, strict=True)]
         offsets = np.cumsum([0, *map(len, data)]).tolist()
         arena = torch.cat(data).to(self._arena.device)

@@ -110,7 +110,7 @@ class Rank:
             self.dtype,
             config.instance,
             client_rank=self.dist_rank,
-            client_ranks=config.expert_parallel,
+            ranks=(config.expert_parallel, config.tensor_parallel),
             limit_s=limit_s,
         )
         if server.device_puts != "none":

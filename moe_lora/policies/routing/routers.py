@@ -63,10 +63,12 @@ class AdapterAffinity:
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
         idlest = self._otherwise.choose(request, instances)
-        having = [one for one in instances if one.load.has(request.adapter)]
-        if not having:
+        adapter = request.adapter
+        if idlest.load.has(adapter):
             return idlest
-        chosen = self._otherwise.choose(request, having)
+        # As `InstanceLoad.has`, without a call per instance: there may be hundreds.
+        having = [one for one in instances if adapter in (load := one.load).recent or adapter in load.used]
+        chosen = self._otherwise.choose(request, having or [idlest])
         limit = (1 + self._max_imbalance) * idlest.outstanding_tokens + self._slack_tokens
         return chosen if chosen.outstanding_tokens <= limit else idlest
 

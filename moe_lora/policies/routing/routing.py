@@ -17,14 +17,16 @@ _OUTSTANDING = attrgetter("outstanding_tokens")
 class InstanceLoad:
     """Unfinished requests of an instance, by adapter (None: the base model).
 
-    waiting: without a token yet (in the simulator: queued).  running: decoding.  waiting_prompts: prompt
-    tokens.  num_changes: version, for cached sums.  recent: last used adapters, latest last.  num_elsewhere:
-    requests of other front ends.  held_back: a request waits for an adapter's slot.
+    waiting: without a token yet (in the simulator: queued).  running: decoding.  used: waiting and running.
+    waiting_prompts: prompt tokens.  num_changes: version, for cached sums.
+    recent: last used adapters, latest last.  num_elsewhere: requests of other front ends.
+    held_back: a request waits for an adapter's slot.
     """
 
     def __init__(self, max_recent: int = MAX_RECENT) -> None:
         self.waiting: Counter[str | None] = Counter()
         self.running: Counter[str | None] = Counter()
+        self.used: dict[str | None, int] = {}
         self.waiting_prompts: Counter[str | None] = Counter()
         self.num_requests = self.num_elsewhere = self.waiting_tokens = self.num_changes = 0
         self.held_back = False
@@ -33,23 +35,19 @@ class InstanceLoad:
 
     def has(self, adapter: str | None) -> bool:
         """True if the adapter is likely there, or on its way."""
-        return adapter is None or adapter in self.recent or adapter in self.waiting or adapter in self.running
+        return adapter is None or adapter in self.recent or adapter in self.used
 
     def has_room(self, adapter: str | None, max_loras: int | None = None) -> bool:
         """True if the adapter is in use there, or has a place (Toppings section 5).
 
         max_loras: on the device at once; None: limited by memory.
         """
-        if adapter is None or adapter in self.running:
-            return True
-        if self.held_back:
-            return False
-        if max_loras is None or adapter in self.waiting:
-            return True
-        return len((self.running.keys() | self.waiting.keys()) - {None}) < max_loras
+        fits = max_loras is None or adapter in self.used or len(self.used) - (None in self.used) < max_loras
+        return adapter is None or adapter in self.running or (fits and not self.held_back)
 
     def add(self, adapter: str | None, prompt_tokens: int) -> None:
         """A request comes."""
+        self.used[adapter] = self.used.get(adapter, 0) + 1
         self.waiting[adapter] += 1
         self.waiting_prompts[adapter] += prompt_tokens
         self.num_requests += 1
@@ -67,25 +65,23 @@ class InstanceLoad:
 
     def start(self, adapter: str | None, prompt_tokens: int) -> None:
         """The request has its first token."""
-        self._leave(adapter, prompt_tokens)
+        self.waiting_tokens -= prompt_tokens
+        self.num_changes += 1
+        if self.waiting[adapter] == 1:
+            del self.waiting[adapter], self.waiting_prompts[adapter]
+        else:
+            self.waiting[adapter] -= 1
+            self.waiting_prompts[adapter] -= prompt_tokens
         self.running[adapter] += 1
 
     def end(self, adapter: str | None, prompt_tokens: int, *, started: bool) -> None:
         """The request is over."""
-        self.num_requests -= 1
         if not started:
-            self._leave(adapter, prompt_tokens)
-            return
+            self.start(adapter, prompt_tokens)
+        self.num_requests -= 1
         self.num_changes += 1
-        self.running[adapter] -= 1
-        if not self.running[adapter]:
-            del self.running[adapter]
-
-    def _leave(self, adapter: str | None, prompt_tokens: int) -> None:
-        self.waiting_tokens -= prompt_tokens
-        self.num_changes += 1
-        for counts, number in ((self.waiting, 1), (self.waiting_prompts, prompt_tokens)):
-            counts[adapter] -= number
+        for counts in (self.used, self.running):
+            counts[adapter] -= 1
             if not counts[adapter]:
                 del counts[adapter]
 

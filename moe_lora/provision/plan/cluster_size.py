@@ -125,8 +125,8 @@ class Cluster:
         shard = self.inputs.shard
         if shard.divides_inner:
             raise SloError(
-                f"a LoRA Server computes whole sites, and the {shard.tensor_parallel} GPUs of an instance "
-                "divide those of a dense model; give --instance-gpus 1"
+                f"a plan times whole sites at a LoRA Server, and the {shard.tensor_parallel} GPUs of an "
+                "instance divide those of a dense model; give --instance-gpus 1"
             )
         self._partition(Layout())
         return tuple(sorted(self._layouts(), key=lambda layout: (layout.num_ranks, layout.ep)))

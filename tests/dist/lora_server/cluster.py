@@ -94,7 +94,8 @@ class Cluster:
         fields = {"capacity": 4, "sites": "all", "memory_gb": 0.01, "store_dir": str(folder / "store")}
         self.config = LoraServerConfig(layout=layout, address=f"{folder}/leader", **fields | settings)
         self.num_ranks = Layout.parse(layout).num_ranks
-        self.client_ranks = 1
+        self.ranks = 1, 1
+        """expert_parallel and tensor_parallel of instances."""
         self.make_host: Callable[[], HostCompute] | None = None
         self._ranks: dict[int, tuple[ServerRank, threading.Thread]] = {}
         self._clients: list[LoraServerClient] = []
@@ -110,7 +111,8 @@ class Cluster:
             lora_server=self.config,
             dtype="float32",
             device="cpu",
-            expert_parallel=self.client_ranks,
+            expert_parallel=self.ranks[0],
+            tensor_parallel=self.ranks[1],
         )
         rank = ServerRank(config, self.shape, number, self.make_host and self.make_host())
         thread = threading.Thread(target=rank.run, daemon=True)
@@ -131,7 +133,7 @@ class Cluster:
             torch.float32,
             instance,
             client_rank=client_rank,
-            client_ranks=self.client_ranks,
+            ranks=self.ranks,
         )
         self._clients.append(client)
         return client

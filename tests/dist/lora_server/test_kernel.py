@@ -29,7 +29,8 @@ def test_lora_kernel_reaches_the_data_loop(tmp_path, monkeypatch):
     try:
         nothing = np.empty(0, np.int64)
         request = SimpleNamespace(slot=nothing, generation=nothing, layer=0)
-        session = SimpleNamespace(deltas=lambda request: None)
+        layout = SimpleNamespace(shape=None)
+        session = SimpleNamespace(deltas=lambda request: None, layout=layout, num_parts=1)
         assert rank.loop._compute(session, request) == serving.DONE
     finally:
         rank.stop()

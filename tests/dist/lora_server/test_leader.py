@@ -272,10 +272,10 @@ def break_loads(cluster: Cluster, server_rank: int, monkeypatch, error: Exceptio
     server_store = cluster.rank(server_rank).loop.server_store
     copy = server_store._copy
 
-    def fail(packed, shard, target) -> None:
-        if shard.table[:, 2].max() == 7:
+    def fail(packed, parts, target) -> None:
+        if parts[0].table[:, 2].max() == 7:
             raise error
-        copy(packed, shard, target)
+        copy(packed, parts, target)
 
     monkeypatch.setattr(server_store, "_copy", fail)
 

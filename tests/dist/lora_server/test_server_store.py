@@ -450,11 +450,11 @@ def failing_copies(
     """The adapter "bad" of rank 7 can't be copied so many times."""
     copy, left = server_store._copy, [num_failures]
 
-    def fail(packed, shard, target) -> None:
-        if shard.table[:, 2].max() == 7 and left[0]:
+    def fail(packed, parts, target) -> None:
+        if parts[0].table[:, 2].max() == 7 and left[0]:
             left[0] -= 1
             raise error
-        copy(packed, shard, target)
+        copy(packed, parts, target)
 
     monkeypatch.setattr(server_store, "_copy", fail)
 

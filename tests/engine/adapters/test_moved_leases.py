@@ -37,8 +37,8 @@ NUM = 60
 
 
 @contextmanager
-def servers(*layouts: str, client_ranks: int = 1, **settings) -> Iterator[list[Cluster]]:
-    """Running servers of one store, for instances of so many ranks."""
+def servers(*layouts: str, ranks: tuple[int, int] = (1, 1), **settings) -> Iterator[list[Cluster]]:
+    """Running servers of one store.  ranks: expert_parallel and tensor_parallel of instances."""
     shape = shape_of(read_config(MODEL))
     first = Cluster(shape, layouts[0], **settings)
     found = [
@@ -46,7 +46,7 @@ def servers(*layouts: str, client_ranks: int = 1, **settings) -> Iterator[list[C
         *(Cluster(shape, one, store_dir=first.config.store_dir, **settings) for one in layouts[1:]),
     ]
     for one in found:
-        one.client_ranks = client_ranks
+        one.ranks = ranks
     with first, found[1]:
         yield found
 
@@ -129,12 +129,14 @@ def expected() -> dict[str, list[int]]:
         {},
         pytest.param({"eager": False}, marks=pytest.mark.slow),
         pytest.param({"expert_parallel": 2}, marks=pytest.mark.slow),
+        {"expert_parallel": 2, "tensor_parallel": 2},
     ],
 )
 def test_answers_go_on_with_the_same_tokens_and_no_row_is_computed_by_the_instance(settings):
+    ranks = settings.get("expert_parallel", 1), settings.get("tensor_parallel", 1)
     with (
         captured_graphs(),
-        servers("EP2-PP1", "EP4-PP1", client_ranks=settings.get("expert_parallel", 1)) as (former, following),
+        servers("EP2-PP1", "EP4-PP1", ranks=ranks) as (former, following),
         engine(lora_server=former.config, **settings) as core,
     ):
         driven = Driven(core)
@@ -164,7 +166,7 @@ def two_ranks(monkeypatch, fault: str) -> Iterator[tuple[Driven, Cluster, Cluste
     """An instance with requests, whose follower has this fault once; the former and the next server."""
     use_faulty_followers(monkeypatch, {fault: 1})
     with (
-        servers("EP2-PP1", "EP4-PP1", client_ranks=2) as (former, following),
+        servers("EP2-PP1", "EP4-PP1", ranks=(2, 1)) as (former, following),
         engine(lora_server=former.config, expert_parallel=2) as core,
     ):
         driven = Driven(core)

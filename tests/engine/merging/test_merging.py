@@ -170,6 +170,8 @@ def test_prompts_that_hosts_compute_are_corrected_too(served, monkeypatch):  # n
         pytest.param("mixtral", "experts", 2, {}, marks=pytest.mark.slow),
         pytest.param("mixtral", "experts", 2, {"tensor_parallel": 2}, marks=pytest.mark.slow),
         ("llama", "all", 1, {}),
+        ("llama", "all", 1, {"tensor_parallel": 2}),
+        pytest.param("mixtral", "all", 2, {"tensor_parallel": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_server_adds_what_it_holds_and_the_merged_adapter_is_subtracted_here(
@@ -184,7 +186,8 @@ def test_server_adds_what_it_holds_and_the_merged_adapter_is_subtracted_here(
     model = served(family)
     use(monkeypatch, EveryMode())
     with ExitStack() as ends:
-        server, _ = ends.enter_context(lora_server(model, sites=sites, num_ranks=num_ranks))
+        divided = more if sites == "all" else {}
+        server, _ = ends.enter_context(lora_server(model, sites=sites, num_ranks=num_ranks, **divided))
         options = {"lora_server": server, "expert_parallel": num_ranks, "num_threads": 1, **more}
         llm = ends.enter_context(start(model, **options))
         for _ in range(2):

@@ -10,7 +10,10 @@ import pytest
 from moe_lora import LLM, SamplingParams
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.errors import ConfigError
+from moe_lora.core.wrong_files import read_config
+from moe_lora.families import shape_of
 from moe_lora.models.causal_lm import DividedNormedQkv
+from tests.dist.lora_server.cluster import Cluster
 from tests.families import BESIDE_FAMILIES, FAMILIES, MOE_FAMILIES, NEWER, NEWER_MOE, later
 from tests.models.conftest import served  # noqa: F401  (the fixture)
 from tests.oracle import greedy_reference
@@ -69,6 +72,27 @@ def test_tokens_are_those_of_transformers_and_peft(family, tensor, expert, serve
         assert stats.adapter_evictions > 0
 
 
+@pytest.mark.parametrize(
+    ("family", "expert", "sites"),
+    [("llama", 1, "auto"), ("qwen2_moe", 2, "all"), pytest.param("mixtral", 1, "auto", marks=SLOW)],
+)
+def test_tokens_with_deltas_of_a_lora_server_are_those_of_transformers_and_peft(
+    family,
+    expert,
+    sites,
+    served,  # noqa: F811
+):
+    """Attention, dense MLPs, experts and shared experts; chunks of prompts; adapters take turns."""
+    model = served(family)
+    numbers = {"tensor_parallel": 2, "expert_parallel": expert}
+    cluster = Cluster(shape_of(read_config(model.model_dir)), "EP2-PP1", sites=sites, capacity=2)
+    cluster.ranks = expert, 2
+    limits = TIGHT | {"lora_server": cluster.config}
+    with cluster, LLM(model.model_dir, **settings(model, **numbers, **limits)) as llm:
+        assert_answers_are_peft_s(llm, model)
+        assert llm.stats().lora_server_fallback_rows == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("buckets", [None, (4,)])
 @pytest.mark.parametrize(("family", "expert"), [("llama", 1), ("gpt_oss", 1), ("mixtral", 2)])
@@ -83,8 +107,10 @@ def test_compiled_ranks_give_the_same_tokens(family, expert, buckets, served):  
     ("given", "problem"),
     [
         ({"expert_parallel": 4}, "tensor_parallel=2 and expert_parallel=4 are of other ranks"),
-        ({"lora_server": LoraServerConfig()}, "give expert_parallel=2 too and lora_server.sites='experts'"),
-        ({"expert_parallel": 2, "lora_server": LoraServerConfig(sites="all")}, "computes whole sites"),
+        (
+            {"lora_server": LoraServerConfig(device_puts="ibgda")},
+            "device_puts='ibgda' and an instance of 2 ranks",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(given, problem):

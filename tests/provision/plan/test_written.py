@@ -140,7 +140,7 @@ def test_a_dense_model_is_divided_and_has_no_lora_server(tmp_path: Path) -> None
     assert (config.tensor_parallel, config.expert_parallel) == (2, 1)
     assert config.lora_memory_gb is not None
     assert config.lora_memory_gb * 1e9 >= coupled(dense()).slots * rank.shape.adapter_bytes(16)
-    with pytest.raises(SloError, match="a LoRA Server computes whole sites, and the 2 GPUs"):
+    with pytest.raises(SloError, match="a plan times whole sites at a LoRA Server, and the 2 GPUs"):
         make_plan(dense())
     with pytest.raises(ConfigError, match="tensor_parallel=3 does not divide num_heads=32"):
         dense(instance_gpus=3)

@@ -19,24 +19,6 @@ constexpr int64_t kPanelRows = 2 * kTileRows, kBlockColumns = 2 * kTileRows;
 constexpr int64_t kSharedBytes = 1 << 20, kMostPanels = 4, kTiledColumns = 512, kUnpackedInputs = 256,
                   kPieceRows = 8, kNumPieces = kBlockColumns / kPieceRows;
 
-// Growing memory of one thread.
-template <class T>
-struct Buffer {
-    T* items = nullptr;
-    int64_t capacity = 0;
-
-    ~Buffer() { free(items); }
-    T* of(int64_t count) {
-        if (count > capacity) {
-            free(items);
-            items = static_cast<T*>(aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64));
-            capacity = items ? count : 0;
-            if (!items) abort();
-        }
-        return items;
-    }
-};
-
 static inline int64_t num_steps(const DotTile& t) { return (t.width + kTileDepth - 1) / kTileDepth; }
 
 // Rows of x side by side in a panel: 16, or fewer for a panel that the first-level cache holds. An emulated unit reads
@@ -309,5 +291,6 @@ static IsaTable with_tile_dots(const char* name) {
     packed(kInt8Zero, packed_tile_dot<Tiles, kInt8Zero>);
     packed(kFp8, packed_tile_dot<Tiles, kFp8>);
     packed(kNibbles, packed_tile_dot<Tiles, kNibbles>);
+    for (PackedDot& many : table.dot_many) many.rows = INT64_MAX;
     return table;
 }

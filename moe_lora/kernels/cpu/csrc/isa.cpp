@@ -93,7 +93,7 @@ bool packed_dots_pass(const IsaTable& table, Codes codes, int64_t rows) {
         x_rows[i] = &x[i * kWidth], out[i] = &found[i * kNumW], wanted[i] = &expected[i * kNumW];
     const DotTile dot{x_rows.data(), data.data(), nullptr, out.data(), rows, kNumW, kWidth, 0, nullptr};
     const PackedTile packed{dot,           scale.data(),      codes == kInt8Zero ? kNumW * kGroups : 0,
-                            values.data(), kWidth / kGroups, kGroups, row_bytes};
+                            values.data(), kWidth / kGroups, kGroups, row_bytes, false};
     table.dot_packed[codes][kBf16].run(packed);
     table.unpack[codes][kBf16](packed, unpacked.data());
     table.dot_bf16({x_rows.data(), unpacked.data(), nullptr, wanted.data(), rows, kNumW, kWidth, 0, nullptr});
@@ -180,8 +180,10 @@ const IsaTable* table_of(const char* name) {
     static const bool amx = find_amx();
     if (!strcmp(name, "amx_bf16")) return amx ? amx_bf16_table() : nullptr;
 #endif
-    if (!strcmp(name, "avx512_bf16"))
-        return avx512 && has_avx512_dots() ? avx512_bf16_table() : nullptr;
+    if (!strcmp(name, "avx512_bf16")) {
+        if (!avx512 || !has_avx512_dots()) return nullptr;
+        return __builtin_cpu_supports("avx512vbmi") ? avx512_vbmi_table() : avx512_bf16_table();
+    }
     if (!strcmp(name, "avx512")) return avx512 ? avx512_table() : nullptr;
     if (!strcmp(name, "avx2")) return has_avx2() ? avx2_table() : nullptr;
 #endif

@@ -4,6 +4,7 @@
 // Weights only: a dot over packed weights runs if the instruction set has one for that many rows of x. Otherwise
 // a block of weight rows is unpacked into the cache, for the dots of linear.cpp. Either way a
 // result has the bits of the same layer over the dequantised weights. Dynamic: x is quantised too.
+#include <cmath>
 #include <cstdlib>
 #include <memory>
 
@@ -66,6 +67,15 @@ class PackedReader {
         return weights_.format != kFormatInt8 ? kNibbles : weights_.zero ? kInt8Zero : kInt8;
     }
     bool fits_vectors() const { return groups_ == 1 || group_ % 32 == 0; }
+    // The scales of these rows are such that vectors round as the dequantised weights are rounded.
+    bool fits_vectors(const PackedTile& tile) const {
+        if (!fits_vectors()) return false;
+        for (int64_t i = 0; weights_.format <= kFormatFp8 && i < tile.num_w * groups_; i++) {
+            const float size = std::fabs(tile.scale[i]);
+            if (size != 0 && !(size >= 1 / kScaleLimit && size <= kScaleLimit)) return false;
+        }
+        return true;
+    }
 
     // Rows [n, n + num) of an expert's matrix; scales: num * num_scales().
     PackedTile rows(int64_t expert, int64_t n, int64_t num, float* scales) const {
@@ -82,7 +92,7 @@ class PackedReader {
         const float* const values = weights_.format == kFormatInt4 ? kInt4Values : kMxfp4Values;
         const char* const w = static_cast<const char*>(weights_.data) + row * bytes_;
         const DotTile tile{nullptr, w, nullptr, nullptr, 0, num, width_, 0, w + num * bytes_};
-        return {tile, scales, zeros ? count : 0, values, group_, groups_, bytes_};
+        return {tile, scales, zeros ? count : 0, values, group_, groups_, bytes_, weights_.format == kFormatMxfp4 && !zeros};
     }
 
    private:
@@ -152,10 +162,13 @@ int32_t moe_lora_packed_linear(int32_t dtype, int32_t threads, const void* x, in
     const auto dot = dtype == kF32 ? isa().dot_f32 : isa().dot_bf16;
     const Codes codes = reader.codes();
     const auto unpack = isa().unpack[codes][dtype];
-    const PackedDot dot_packed = reader.fits_vectors() ? isa().dot_packed[codes][dtype] : PackedDot{};
+    const PackedDot dot_few = reader.fits_vectors() ? isa().dot_packed[codes][dtype] : PackedDot{};
+    const bool fits_many = dtype == kBf16 && width > 0 && reader.fits_vectors() && width % kManyStep == 0;
+    const PackedDot dot_many = fits_many ? isa().dot_many[codes] : PackedDot{nullptr, INT64_MAX, 0};
     run_tasks(int64_t(tasks.size()), threads, [&](int64_t i, int64_t) {
         const LinearTask& t = tasks[i];
-        const bool packed = t.rows <= dot_packed.rows;
+        const bool many = t.rows >= dot_many.rows, packed = many || t.rows <= dot_few.rows;
+        const PackedDot& dot_packed = many ? dot_many : dot_few;
         const int64_t bytes = t.rows <= kFewRows ? kFewRowsBytes : kManyRowsBytes;
         const int64_t block =
             packed ? dot_packed.columns : std::max<int64_t>(columns, bytes / row_bytes / columns * columns);
@@ -165,16 +178,16 @@ int32_t moe_lora_packed_linear(int32_t dtype, int32_t threads, const void* x, in
         for (int64_t n = t.n; n < t.n + t.num; n += block) {
             const int64_t num = std::min(block, t.n + t.num - n);
             PackedTile tile = reader.rows(t.segment->expert, n, num, scales);
-            if (!packed) {
-                if (reader.fits_vectors())
-                    unpack(tile, unpacked);
-                else
-                    unpack_by_group(tile, codes, dtype, unpacked);
-                tile.w = unpacked, tile.next = nullptr;
+            const bool fits = reader.fits_vectors(tile);
+            std::vector<char> odd(packed && !fits ? num * row_bytes : 0);
+            if (!packed || !fits) {
+                char* const plain = packed ? odd.data() : unpacked;
+                fits ? unpack(tile, plain) : unpack_by_group(tile, codes, dtype, plain);
+                tile.w = plain, tile.next = nullptr;
             }
             tile.x = &x_list[t.row], tile.out = &grouped.out[t.row], tile.rows = t.rows, tile.column = n;
             if (bias) tile.bias = static_cast<const char*>(bias) + (t.segment->expert * num_out + n) * size;
-            packed ? dot_packed.run(tile) : dot(tile);
+            packed && fits ? dot_packed.run(tile) : dot(tile);
         }
     });
     return 0;

@@ -6,6 +6,7 @@
 // instruction set and the inner width alone, never on how rows, columns or threads are cut.
 #pragma once
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 struct bf16 {
@@ -55,7 +56,13 @@ struct PackedTile : DotTile {  // w: num_w rows of codes, row_bytes apart
     int64_t zero;              // from a scale to the value that stands for zero, or 0: none
     const float* values;       // of the 16 codes of 4 bits
     int64_t group, groups, row_bytes;
+    bool exact;  // all values of 4 bits times their scales are numbers of bf16
 };
+
+constexpr int64_t kManyStep = 64;
+
+// Scales of bytes that vectors take are 0, or between this and its inverse.
+constexpr float kScaleLimit = 0x1p100f;
 
 // Kinds of codes of a PackedTile; int8 with and without zeros.
 enum Codes : int32_t { kInt8, kInt8Zero, kFp8, kNibbles, kNumCodes };
@@ -117,6 +124,7 @@ struct IsaTable {
     void (*store_bf16)(const float* row, int64_t count, float scale, void* out);
     void (*unpack[kNumCodes][2])(const PackedTile&, void* out);  // by codes and data type: rows of the tile, unpacked
     PackedDot dot_packed[kNumCodes][2];                          // by codes and data type
+    PackedDot dot_many[kNumCodes];  // by codes: of bf16, for `rows` or more, in widths of whole `kManyStep`s
     int64_t dot_columns[2];                                      // weights that a dot takes together, by data type
     void (*quantise_f32)(const void* x, int64_t width, bool asymmetric, uint8_t* u, float* scale, int32_t* zero);
     void (*quantise_bf16)(const void* x, int64_t width, bool asymmetric, uint8_t* u, float* scale, int32_t* zero);
@@ -135,6 +143,7 @@ struct IsaTable {
 const IsaTable* avx2_table();
 const IsaTable* avx512_table();
 const IsaTable* avx512_bf16_table();
+const IsaTable* avx512_vbmi_table();
 #if defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
 #define MOE_LORA_AMX 1
 const IsaTable* amx_bf16_table();

@@ -48,11 +48,29 @@ struct CodeTable {
 // 48 KiB of data cache, slightly overdrawn (x is read more often than weights); a share of the second level.
 constexpr int64_t kFirstCacheBytes = 52 << 10, kBlockBytes = 128 << 10;
 
-// A walk through the weights after the current ones, a few lines per inner step.
+// Work beside the steps of a dot, over the weights after the current ones: fetches a few lines per step.
 struct Prefetch {
     const char* at;
     const char* end;
     int lines;
+
+    template <class Rows>
+    struct Walk {
+        const char* at;
+        const int lines;
+        template <class Number>
+        MOE_LORA_INLINE void step(int64_t, Number) {
+            at = Rows::fetch(at, lines);
+        }
+    };
+    template <class Rows>
+    MOE_LORA_INLINE Walk<Rows> start() const {
+        return {at, at < end ? lines : 0};
+    }
+    template <class Rows>
+    MOE_LORA_INLINE void stop(const Walk<Rows>& walk) {
+        at = walk.at;
+    }
 };
 
 template <int Bytes>
@@ -86,6 +104,8 @@ struct PlainWeights {
     using I = I_;
     using T = T_;
     using D = typename I::template Dot<T>;
+    using Weights = typename D::Raw;
+    static MOE_LORA_INLINE Weights input(typename D::Raw x) { return x; }
     using Tile = DotTile;
     static constexpr int kSpan = D::kStep;
 
@@ -128,51 +148,9 @@ static MOE_LORA_INLINE int64_t for_each_step(int64_t width, const Step& step) {
     return whole;
 }
 
-// M rows of x against N rows of w; sums are reduced by fours, of two rows of x together if N is 2.
-template <class W, class Out, int M, int N>
-static inline void dot_block(const typename W::Tile& t, int64_t row, int64_t n, Prefetch& prefetch) {
-    using I = typename W::I;
-    using T = typename W::T;
-    using D = typename W::D;
-    typename W::template Rows<N> w(t, n);
-    const T* x[M];
-    MOE_LORA_UNROLL
-    for (int i = 0; i < M; i++) x[i] = static_cast<const T*>(t.x[row + i]);
-    typename I::V acc[M][N];
-    MOE_LORA_UNROLL
-    for (int i = 0; i < M; i++)
-        MOE_LORA_UNROLL
-        for (int j = 0; j < N; j++) acc[i][j] = I::zero();
-    const int lines = prefetch.at < prefetch.end ? prefetch.lines : 0;
-    const char* ahead = prefetch.at;
-    const auto step = [&](int64_t k, auto number) __attribute__((always_inline)) {
-        w.open(k);
-        typename D::Raw wv[N];
-        MOE_LORA_UNROLL
-        for (int j = 0; j < N; j++) wv[j] = w.template load<decltype(number)::value>(j, k);
-        ahead = w.fetch(ahead, lines);
-        MOE_LORA_UNROLL
-        for (int i = 0; i < M; i++) {
-            typename D::Raw xv = D::load(x[i] + k);
-            MOE_LORA_UNROLL
-            for (int j = 0; j < N; j++) acc[i][j] = D::dot(xv, wv[j], acc[i][j]);
-        }
-    };
-    const int64_t k = for_each_step<W>(t.width, step);
-    if (k < t.width) {
-        w.open(k);
-        const int count = int(t.width - k);
-        typename D::Raw wv[N];
-        MOE_LORA_UNROLL
-        for (int j = 0; j < N; j++) wv[j] = w.load_part(j, k, count);
-        MOE_LORA_UNROLL
-        for (int i = 0; i < M; i++) {
-            typename D::Raw xv = D::load_part(x[i] + k, count);
-            MOE_LORA_UNROLL
-            for (int j = 0; j < N; j++) acc[i][j] = D::dot(xv, wv[j], acc[i][j]);
-        }
-    }
-    prefetch.at = ahead;
+// Sums of M rows of x and N weights, reduced by fours, of two rows of x together if N is 2.
+template <class I, class Out, int M, int N>
+static MOE_LORA_INLINE void store_dots(const DotTile& t, int64_t row, int64_t n, const typename I::V (&acc)[M][N]) {
     const Out* bias = t.bias ? static_cast<const Out*>(t.bias) + n : nullptr;
     const auto out = [&](int i) { return static_cast<Out*>(t.out[row + i]) + t.column + n; };
     if constexpr (N == 2) {
@@ -192,12 +170,59 @@ static inline void dot_block(const typename W::Tile& t, int64_t row, int64_t n, 
     }
 }
 
-// Up to M rows of x.
-template <class W, class Out, int N, int M>
-static inline void dot_rows(const typename W::Tile& t, int64_t row, int rows, int64_t n, Prefetch& prefetch) {
-    if constexpr (M > 1)
-        if (rows < M) return dot_rows<W, Out, N, M - 1>(t, row, rows, n, prefetch);
-    dot_block<W, Out, M, N>(t, row, n, prefetch);
+// M rows of x against N rows of w.
+template <class W, class Out, int M, int N, class Ahead>
+static inline void dot_block(const typename W::Tile& t, int64_t row, int64_t n, Ahead& ahead) {
+    using I = typename W::I;
+    using T = typename W::T;
+    using D = typename W::D;
+    typename W::template Rows<N> w(t, n);
+    const T* x[M];
+    MOE_LORA_UNROLL
+    for (int i = 0; i < M; i++) x[i] = static_cast<const T*>(t.x[row + i]);
+    typename I::V acc[M][N];
+    MOE_LORA_UNROLL
+    for (int i = 0; i < M; i++)
+        MOE_LORA_UNROLL
+        for (int j = 0; j < N; j++) acc[i][j] = I::zero();
+    auto walk = ahead.template start<typename W::template Rows<N>>();
+    const auto step = [&](int64_t k, auto number) __attribute__((always_inline)) {
+        w.open(k);
+        typename W::Weights wv[N];
+        MOE_LORA_UNROLL
+        for (int j = 0; j < N; j++) wv[j] = w.template load<decltype(number)::value>(j, k);
+        walk.step(k, number);
+        MOE_LORA_UNROLL
+        for (int i = 0; i < M; i++) {
+            const typename W::Weights xv = W::input(D::load(x[i] + k));
+            MOE_LORA_UNROLL
+            for (int j = 0; j < N; j++) acc[i][j] = D::dot(xv, wv[j], acc[i][j]);
+        }
+    };
+    const int64_t k = for_each_step<W>(t.width, step);
+    if (k < t.width) {
+        w.open(k);
+        const int count = int(t.width - k);
+        typename W::Weights wv[N];
+        MOE_LORA_UNROLL
+        for (int j = 0; j < N; j++) wv[j] = w.load_part(j, k, count);
+        MOE_LORA_UNROLL
+        for (int i = 0; i < M; i++) {
+            const typename W::Weights xv = W::input(D::load_part(x[i] + k, count));
+            MOE_LORA_UNROLL
+            for (int j = 0; j < N; j++) acc[i][j] = D::dot(xv, wv[j], acc[i][j]);
+        }
+    }
+    ahead.stop(walk);
+    store_dots<I, Out, M, N>(t, row, n, acc);
+}
+
+// Least to M rows of x.
+template <class W, class Out, int N, int M, int Least = 1, class Ahead>
+static inline void dot_rows(const typename W::Tile& t, int64_t row, int rows, int64_t n, Ahead& ahead) {
+    if constexpr (M > Least)
+        if (rows < M) return dot_rows<W, Out, N, M - 1, Least>(t, row, rows, n, ahead);
+    dot_block<W, Out, M, N>(t, row, n, ahead);
 }
 
 // More rows than registers for four weights, but few enough for two: one pass over w, if
@@ -250,6 +275,7 @@ static void dot_tile(const DotTile& t) {
 #include "softmax.inl"
 #include "delta.inl"
 #include "unpack.inl"
+#include "unpack_ahead.inl"
 #include "dynamic.inl"
 
 template <class I>
@@ -273,6 +299,8 @@ static IsaTable make_table(const char* name) {
                      {PackedDot{}, PackedDot{}},
                      {packed<ByteWeights<I, float, kFp8>>(), packed<ByteWeights<I, bf16, kFp8>>()},
                      {packed<NibbleWeights<I, float>>(), packed<NibbleWeights<I, bf16>>()}},
+                    {many<ByteWeights<I, bf16, kInt8>>(), many<ByteWeights<I, bf16, kInt8Zero>>(),
+                     many<ByteWeights<I, bf16, kFp8>>(), many<NibbleWeights<I, bf16>>()},
                     {4, 4},
                     quantise_row<I, float>,
                     quantise_row<I, bf16>,

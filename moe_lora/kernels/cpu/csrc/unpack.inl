@@ -5,15 +5,24 @@
 // Bytes: [rows][width], int8 or E4M3. Four bits: 64 codes in 32 bytes (byte i: element i low, element 32 + i high;
 // where width ends at a half, its bytes' high bits are 0). Scales: per row and group; a group is a multiple of 32.
 
-// Most rows of x for a single unpacking of weights, by twos; the same with few registers.
-constexpr int kPackedPairs = 8, kPackedFew = 4;
-
-// Rows of x and of weights per call: the call converts the scales of its weights to fp32.
-constexpr int64_t kPackedRows = 12, kPackedColumns = 48;
+// Most rows of x with few registers. Weights per call, which converts their scales to fp32.
+constexpr int kPackedFew = 4;
+constexpr int64_t kPackedColumns = 48;
 
 // Bytes of codes in flight from memory, at least, and at most for the first-level cache: rows of 4 KiB
 // would push each other out of its sets.
 constexpr int64_t kFetchAhead = 4 << 10, kFetchFirst = 8 << 10;
+
+// Up to `count` rows of a tile from n on, at most none.
+static inline PackedTile rows_of(const PackedTile& t, int64_t n, int64_t count) {
+    PackedTile found = t;
+    found.num_w = t.num_w - n < count ? t.num_w - n : count;
+    found.w = static_cast<const char*>(t.w) + n * t.row_bytes;
+    found.next = static_cast<const char*>(found.w) + found.num_w * t.row_bytes;
+    found.bias = t.bias ? static_cast<const char*>(t.bias) + n * int64_t(sizeof(bf16)) : nullptr;
+    found.scale += n * t.groups, found.column += n;
+    return found;
+}
 
 // N rows of a tile from n on; common to both kinds of codes.
 template <class W, int N>
@@ -30,6 +39,7 @@ struct PackedRows {
           groups(t.groups),
           zero(t.zero),
           scale(t.scale + n * t.groups) {}
+    static constexpr bool has_failed() { return false; }
     // The bytes of a step of N rows, to the first-level cache if `first`, else to the second; lines that two steps
     // share are fetched twice.
     static MOE_LORA_INLINE const char* fetch(const char* ahead, int first) {
@@ -49,8 +59,13 @@ struct ByteWeights {
     using I = I_;
     using T = T_;
     using D = typename I::template Dot<T>;
+    using Weights = typename D::Unpacked;
+    static MOE_LORA_INLINE Weights input(typename D::Raw x) { return D::unpacked(x); }
     using Tile = PackedTile;
     static constexpr int kSpan = D::kStep, kBits = 8;
+    static constexpr bool kPairs = I::kPairs && sizeof(T) == 2;
+    // Of codes as load_int8_pairs has them.
+    static constexpr float kUnit = kPairs && kCodes != kFp8 ? 1 << 24 : 1;
 
     template <int N>
     struct Rows : PackedRows<ByteWeights, N> {
@@ -61,13 +76,22 @@ struct ByteWeights {
             if (k < this->next) return;
             MOE_LORA_UNROLL
             for (int j = 0; j < N; j++) {
-                by[j] = I::set1(this->scale[j * this->groups]);
-                if (kCodes == kInt8Zero) less[j] = I::set1(this->scale[j * this->groups + this->zero]);
+                by[j] = I::set1(this->scale[j * this->groups] / kUnit);
+                if (kCodes == kInt8Zero) less[j] = I::set1(this->scale[j * this->groups + this->zero] * kUnit);
             }
             this->scale++;
             this->next += this->group;
         }
-        MOE_LORA_INLINE typename D::Raw values(const uint8_t* codes, int j) const {
+        MOE_LORA_INLINE Weights values(const uint8_t* codes, int j) const {
+            if constexpr (kPairs) {
+                typename I::Pairs v = kCodes == kFp8 ? I::load_fp8_pairs(codes) : I::load_int8_pairs(codes);
+                if (kCodes == kInt8Zero) v = {I::sub(v.even, less[j]), I::sub(v.odd, less[j])};
+                return D::rounded({I::mul(v.even, by[j]), I::mul(v.odd, by[j])});
+            } else {
+                return plain_values(codes, j);
+            }
+        }
+        MOE_LORA_INLINE typename D::Raw plain_values(const uint8_t* codes, int j) const {
             typename I::V v[D::kStep / I::kLanes];
             MOE_LORA_UNROLL
             for (int i = 0; i < D::kStep / I::kLanes; i++) {
@@ -79,10 +103,14 @@ struct ByteWeights {
             return D::pack(v);
         }
         template <int Step>
-        MOE_LORA_INLINE typename D::Raw load(int j, int64_t k) const {
+        MOE_LORA_INLINE Weights load(int j, int64_t k) const {
             return values(this->w + j * this->row_bytes + k, j);
         }
-        MOE_LORA_INLINE typename D::Raw load_part(int j, int64_t k, int count) const {
+        template <int Step>
+        MOE_LORA_INLINE void put(int j, int64_t k, T* out) const {
+            D::store(out, load<Step>(j, k));
+        }
+        MOE_LORA_INLINE Weights load_part(int j, int64_t k, int count) const {
             uint8_t padded[D::kStep] = {};
             memcpy(padded, this->w + j * this->row_bytes + k, count);
             return values(padded, j);  // what lies behind the row meets an x of zero
@@ -95,44 +123,62 @@ struct NibbleWeights {
     using I = I_;
     using T = T_;
     using D = typename I::template Dot<T>;
+    using Weights = typename D::Unpacked;
+    static MOE_LORA_INLINE Weights input(typename D::Raw x) { return D::unpacked(x); }
     using Tile = PackedTile;
     static constexpr int kSpan = D::kStep == 32 ? 64 : D::kStep, kBits = 4;
+    static constexpr bool kPairs = I::kPairs && sizeof(T) == 2;
 
     template <int N>
     struct Rows : PackedRows<NibbleWeights, N> {
         const float* values;
+        const bool exact;            // the table has unscaled values
         typename D::Table table[N];  // what the 16 codes mean
+        typename I::V by[N];
 
-        MOE_LORA_INLINE Rows(const PackedTile& t, int64_t n) : PackedRows<NibbleWeights, N>(t, n), values(t.values) {
+        MOE_LORA_INLINE Rows(const PackedTile& t, int64_t n)
+            : PackedRows<NibbleWeights, N>(t, n), values(t.values), exact(kPairs && t.exact) {
             open(0);
         }
         MOE_LORA_INLINE void open(int64_t k) {
             if (k < this->next) return;
             MOE_LORA_UNROLL
             for (int j = 0; j < N; j++) {
+                by[j] = I::set1(this->scale[j * this->groups]);
+                if (exact && k) continue;
                 const float* const at = this->scale + j * this->groups;
                 typename I::V v[16 / I::kLanes];
                 MOE_LORA_UNROLL
                 for (int i = 0; i < 16 / I::kLanes; i++) {
                     v[i] = I::load(values + i * I::kLanes);
                     if (this->zero) v[i] = I::sub(v[i], I::set1(at[this->zero]));
-                    v[i] = I::mul(v[i], I::set1(*at));
+                    v[i] = exact ? v[i] : I::mul(v[i], I::set1(*at));
                 }
                 D::fill(table[j], v);
             }
             this->scale++;
             this->next += this->group;
         }
+        MOE_LORA_INLINE Weights scaled(int j, typename D::Raw raw) const {
+            Weights w = D::unpacked(raw);
+            if constexpr (kPairs)
+                if (exact) w = {I::mul(w.even, by[j]), I::mul(w.odd, by[j])};
+            return w;
+        }
         template <int Step>
-        MOE_LORA_INLINE typename D::Raw load(int j, int64_t k) const {
+        MOE_LORA_INLINE Weights load(int j, int64_t k) const {
             const uint8_t* const row = this->w + j * this->row_bytes;
-            if constexpr (kSpan == 64) return D::look_up(row + (k - 32 * Step) / 2, 4 * Step, table[j]);
+            if constexpr (kSpan == 64) return scaled(j, D::look_up(row + (k - 32 * Step) / 2, 4 * Step, table[j]));
             return load_part(j, k, 0);
         }
+        template <int Step>
+        MOE_LORA_INLINE void put(int j, int64_t k, T* out) const {
+            D::store(out, load<Step>(j, k));
+        }
         // The end of a row of one group, with bytes up to the next 64 codes.
-        MOE_LORA_INLINE typename D::Raw load_part(int j, int64_t k, int) const {
+        MOE_LORA_INLINE Weights load_part(int j, int64_t k, int) const {
             const uint8_t* const row = this->w + j * this->row_bytes;
-            return D::look_up(row + k / 64 * 32 + k % 32, k % 64 < 32 ? 0 : 4, table[j]);
+            return scaled(j, D::look_up(row + k / 64 * 32 + k % 32, k % 64 < 32 ? 0 : 4, table[j]));
         }
     };
 };
@@ -184,22 +230,20 @@ static void packed_columns(const PackedTile& t) {
 // A few rows of x: weights are unpacked in registers, once if all sums fit there too.
 template <class W>
 static void packed_tile(const PackedTile& t) {
-    if constexpr (W::I::kTallRows < kPackedPairs)
+    using I = typename W::I;
+    if constexpr (I::kTallRows == I::kMaxRows)
         packed_columns<W, 2, kPackedFew>(t);
-    else if (t.rows > W::I::kMaxRows && t.rows <= kPackedPairs)
-        packed_columns<W, 2, kPackedPairs>(t);
+    else if (t.rows > I::kMaxRows)
+        packed_columns<W, 2, I::kTallRows>(t);
     else
-        packed_columns<W, 4, W::I::kMaxRows>(t);
+        packed_columns<W, 4, I::kMaxRows>(t);
 }
 
-// Beside dots of bf16, a second unpacking of bytes takes longer than their way through the cache.
 template <class W>
 constexpr PackedDot packed() {
-    constexpr bool is_dear = W::kBits == 8 && sizeof(typename W::T) == 2;
-    if constexpr (W::I::kTallRows >= kPackedPairs)
-        return {packed_tile<W>, is_dear ? kPackedPairs : kPackedRows, kPackedColumns};
-    else if constexpr (W::I::kMaxRows > 2)
-        return {packed_tile<W>, kPackedFew, kPackedColumns};
+    using I = typename W::I;
+    if constexpr (I::kMaxRows > 2)
+        return {packed_tile<W>, I::kTallRows > I::kMaxRows ? I::kTallRows : kPackedFew, kPackedColumns};
     else
         return {};
 }

@@ -4,6 +4,7 @@
 struct Avx2 {
     using V = __m256;
     static constexpr int kLanes = 8, kMaxRows = 3, kTallRows = 3;
+    static constexpr bool kPairs = true;
 
     static inline V zero() { return _mm256_setzero_ps(); }
     static inline V set1(float value) { return _mm256_set1_ps(value); }
@@ -86,6 +87,70 @@ struct Avx2 {
         const __m128i half = _mm_and_si128(_mm_slli_epi16(codes, 7), _mm_set1_epi16(short(0xbfff)));
         return _mm256_cvtph_ps(_mm_or_si128(half, _mm_and_si128(is_nan, _mm_set1_epi16(0x7e00))));
     }
+    // Constants beside many sums. They stay in memory: the compiler would keep them in registers, and sums in memory.
+    struct Kept {
+        alignas(32) uint32_t power[8], odd[8];
+        float by[8];
+        uint8_t even_tops[32], odd_tops[32];
+        constexpr Kept() : power(), odd(), by(), even_tops(), odd_tops() {
+            for (int i = 0; i < 8; i++) {
+                power[i] = 0xff800000u, odd[i] = 0xffff0000u, by[i] = 98304;
+                for (int b = 0; b < 4; b++) {
+                    even_tops[4 * i + b] = b == 3 ? uint8_t(2 * i) : 128;
+                    odd_tops[4 * i + b] = b == 3 ? uint8_t(2 * i + 1) : 128;
+                }
+            }
+        }
+    };
+    static inline const Kept* kept() {
+        static constexpr Kept constants;
+        const Kept* p = &constants;
+        asm volatile("" : "+r"(p));
+        return p;
+    }
+    // Parts of a loop over many sums, in assembler and in this order: GCC 12 would load a weight once per product.
+    static inline V load_in_order(const float* p) {
+        V value;
+        asm volatile("vmovups %1, %0" : "=x"(value) : "m"(*(const __m256_u*)p));
+        return value;
+    }
+    static inline V even_in_order(const bf16* p) {
+        V value;
+        asm volatile("vmovups %1, %0\n\tvpslld $16, %0, %0" : "=x"(value) : "m"(*(const __m256_u*)p));
+        return value;
+    }
+    static inline V odd_in_order(const bf16* p) {
+        V value;
+        asm volatile("vmovups %1, %0\n\tvandps %2, %0, %0" : "=x"(value)
+                     : "m"(*(const __m256_u*)p), "m"(*(const V*)kept()->odd));
+        return value;
+    }
+    static inline void add_product_in_order(V& sum, V a, V b) {
+        asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    }
+    // 16 elements of bf16 in fp32, as the dots take them.
+    struct Pairs {
+        V even, odd;
+    };
+    // Times 2^24.
+    static inline Pairs load_int8_pairs(const uint8_t* p) {
+        const __m256i codes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+        const Kept* const by = kept();
+        const __m256i even = _mm256_shuffle_epi8(codes, *(const __m256i*)by->even_tops);
+        const __m256i odd = _mm256_shuffle_epi8(codes, *(const __m256i*)by->odd_tops);
+        return {_mm256_cvtepi32_ps(even), _mm256_cvtepi32_ps(odd)};
+    }
+    // As load_fp8.
+    static inline Pairs load_fp8_pairs(const uint8_t* p) {
+        const __m256i codes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+        const __m256i tops = _mm256_setr_epi16(0x0080, 0x0280, 0x0480, 0x0680, 0x0880, 0x0a80, 0x0c80, 0x0e80, 0x0180,
+                                               0x0380, 0x0580, 0x0780, 0x0980, 0x0b80, 0x0d80, 0x0f80);
+        const __m256i wide = _mm256_shuffle_epi8(codes, tops), nan = _mm256_set1_epi16(0x7f00);
+        const __m256i is_nan = _mm256_cmpeq_epi16(_mm256_and_si256(wide, nan), nan);
+        const __m256i half = _mm256_and_si256(_mm256_srai_epi16(wide, 1), _mm256_set1_epi16(short(0xbfff)));
+        const __m256i all = _mm256_or_si256(half, is_nan);
+        return {_mm256_cvtph_ps(_mm256_castsi256_si128(all)), _mm256_cvtph_ps(_mm256_extracti128_si256(all, 1))};
+    }
     static inline V load(const float* p) { return _mm256_loadu_ps(p); }
     static inline V load(const bf16* p) { return from_half(_mm_loadu_si128((const __m128i*)p)); }
     static inline V load_part(const float* p, int count) { return load_part_of(p, count); }
@@ -103,7 +168,9 @@ struct Avx2 {
     template <class T, class Unused = void>
     struct Dot {
         using Raw = __m256;
+        using Unpacked = Raw;
         static constexpr int kStep = 8;
+        static inline Unpacked unpacked(Raw raw) { return raw; }
         static inline Raw load(const float* p) { return _mm256_loadu_ps(p); }
         static inline Raw load_part(const float* p, int count) { return load_part_of(p, count); }
         static inline void store(float* p, Raw raw) { _mm256_storeu_ps(p, raw); }
@@ -124,6 +191,7 @@ struct Avx2 {
     template <class Unused>
     struct Dot<bf16, Unused> {
         using Raw = __m256i;
+        using Unpacked = Pairs;
         static constexpr int kStep = 16;
         static inline Raw load(const bf16* p) { return _mm256_loadu_si256((const __m256i*)p); }
         static inline Raw load_part(const bf16* p, int count) {
@@ -137,6 +205,15 @@ struct Avx2 {
             const __m256i bits = _mm256_castps_si256(value);
             const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
             return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+        }
+        // The same in fp32, within `kScaleLimit`: beside 1.5 * 2^16 times its own power of two, a value has the last
+        // bit of bf16.
+        static inline Unpacked rounded(Unpacked value) {
+            const Kept* const constants = kept();
+            const V mask = *(const V*)constants->power, by = *(const V*)constants->by;
+            const V even = _mm256_and_ps(value.even, mask), odd = _mm256_and_ps(value.odd, mask);
+            return {_mm256_fnmadd_ps(even, by, _mm256_fmadd_ps(even, by, value.even)),
+                    _mm256_fnmadd_ps(odd, by, _mm256_fmadd_ps(odd, by, value.odd))};
         }
         static inline Raw pack(const V* v) {
             return _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded(v[0]), rounded(v[1])), 0xd8);
@@ -157,12 +234,23 @@ struct Avx2 {
             const __m128i low = _mm_shuffle_epi8(table.low, code), high = _mm_shuffle_epi8(table.high, code);
             return _mm256_setr_m128i(_mm_unpacklo_epi8(low, high), _mm_unpackhi_epi8(low, high));
         }
+        static inline Unpacked unpacked(Raw raw) { 
+            asm("" : "+x"(raw));  // loaded once
+            return {even(raw), odd(raw)};
+        }
+        static inline void store(bf16* p, Unpacked w) {
+            const __m256i even = _mm256_srli_epi32(_mm256_castps_si256(w.even), 16);
+            store(p, _mm256_or_si256(even, _mm256_castps_si256(w.odd)));
+        }
         static inline V even(Raw a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
         static inline V odd(Raw a) {
             return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32(int(0xffff0000u))));
         }
         static inline V dot(Raw x, Raw w, V acc) {
             return _mm256_fmadd_ps(odd(x), odd(w), _mm256_fmadd_ps(even(x), even(w), acc));
+        }
+        static inline V dot(Unpacked x, Unpacked w, V acc) {
+            return _mm256_fmadd_ps(x.odd, w.odd, _mm256_fmadd_ps(x.even, w.even, acc));
         }
     };
 };

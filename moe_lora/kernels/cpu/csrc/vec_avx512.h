@@ -4,6 +4,7 @@
 struct Avx512 {
     using V = __m512;
     static constexpr int kLanes = 16, kMaxRows = 6, kTallRows = 12;
+    static constexpr bool kPairs = false;
 
     static inline V zero() { return _mm512_setzero_ps(); }
     static inline V set1(float value) { return _mm512_set1_ps(value); }
@@ -96,6 +97,8 @@ struct Avx512 {
     template <class T, class Unused = void>
     struct Dot {
         using Raw = __m512;
+        using Unpacked = Raw;
+        static inline Unpacked unpacked(Raw raw) { return raw; }
         static constexpr int kStep = 16;
         static inline Raw load(const float* p) { return _mm512_loadu_ps(p); }
         static inline Raw load_part(const float* p, int count) { return _mm512_maskz_loadu_ps(mask(count), p); }
@@ -113,6 +116,8 @@ struct Avx512 {
     template <class Unused>
     struct Dot<bf16, Unused> {
         using Raw = __m512i;
+        using Unpacked = Raw;
+        static inline Unpacked unpacked(Raw raw) { return raw; }
         static constexpr int kStep = 32;
         static inline Raw load(const bf16* p) { return _mm512_loadu_si512(p); }
         static inline Raw load_part(const bf16* p, int count) {

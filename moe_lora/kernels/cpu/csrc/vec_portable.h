@@ -6,6 +6,7 @@ typedef int32_t QuadInt __attribute__((vector_size(16)));
 struct Portable {
     using V = Quad;
     static constexpr int kLanes = 4, kMaxRows = 2, kTallRows = 2;
+    static constexpr bool kPairs = false;
 
     static inline V zero() { return Quad{0, 0, 0, 0}; }
     static inline V set1(float value) { return Quad{value, value, value, value}; }
@@ -99,6 +100,8 @@ struct Portable {
     template <class T>
     struct Dot {
         using Raw = V;
+        using Unpacked = Raw;
+        static inline Unpacked unpacked(Raw raw) { return raw; }
         static constexpr int kStep = 4;
         static inline Raw load(const T* p) { return load_quad(p); }
         static inline Raw load_part(const T* p, int count) { return Portable::load_part(p, count); }
