@@ -42,7 +42,7 @@ from .messages import (
     ServerState,
 )
 from .rank_memory import shard_pages
-from .reach import client_name
+from .reach import client_name, instance_of
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +264,7 @@ class Leader:
         try:
             await receive_blocks(visitor.peer, self._store, adapter_id, number)
         except StorageError as error:
-            self._lost.fail(visitor.instance, adapter_id, str(error))
+            self._lost.fail(instance_of(visitor.peer.name), adapter_id, str(error))
             raise
         for server_rank in self._lost.pop(adapter_id):
             self.supply(server_rank, adapter_id)

@@ -18,7 +18,7 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.leases.leases import LeaseTable
 from moe_lora.core.errors import AdapterNotFoundError, CapacityError, LoraServerError, StorageError
 from moe_lora.core.records import ServerState
-from moe_lora.dist.lora_server import content
+from moe_lora.dist.lora_server import content, leader
 from moe_lora.dist.lora_server.attach import NUM_REGISTERS, LeaseClient
 from moe_lora.dist.lora_server.control import called, join, network
 from moe_lora.dist.lora_server.leader import Leader, OwnRank
@@ -680,6 +680,68 @@ def test_content_goes_to_a_leader_and_from_it_to_ranks_of_other_hosts(tmp_path):
         cluster.config = shared
         cluster.start(0)
         granted(leases, "a")  # asked for before the content had come again
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_an_adapter_whose_content_travels_to_the_leader_delays_no_other_lease(tmp_path, monkeypatch, is_lost):
+    """At the registration, and after the leader has lost the file."""
+    arrives, may_arrive, receive = threading.Event(), threading.Event(), leader.receive_blocks
+
+    async def held(peer, store, adapter_id: str, number: int) -> None:
+        if adapter_id == "a":
+            arrives.set()
+            await asyncio.to_thread(may_arrive.wait, PATIENCE_S)
+        await receive(peer, store, adapter_id, number)
+
+    with Cluster(SHAPE, store_dir=str(tmp_path / "leader"), capacity=2) as cluster:
+        client = cluster.client("one", store_dir=str(tmp_path / "client"))
+        for adapter_id in "ab":
+            client.store.put(random_adapter(adapter_id, SHAPE))
+        leases = cluster.leases(client)
+        leases.register("b")
+        if is_lost:
+            leases.register("a")
+            HostStore(tmp_path / "leader").remove("a")
+        monkeypatch.setattr(leader, "receive_blocks", held)
+        loading = threading.Thread(target=leases.register, args=("a",))
+        if is_lost:
+            leases.acquire("a")
+        else:
+            loading.start()
+        assert arrives.wait(PATIENCE_S)
+        leases.acquire("b")
+        granted(leases, "b")
+        assert not may_arrive.is_set()
+        may_arrive.set()
+        if not is_lost:
+            loading.join(PATIENCE_S)
+            leases.acquire("a")
+        granted(leases, "a")
+        server_store, lease = cluster.rank(0).loop.server_store, leases.lease("a")
+        until(lambda: (server_store.loaded[lease.slot] == lease.generation).all())
+    assert not leases._tasks
+
+
+def test_a_transfer_that_is_cut_is_repeated_on_another_connection(tmp_path, monkeypatch):
+    cuts, receive = [], leader.receive_blocks
+
+    async def cut_once(peer, *given) -> None:
+        if not cuts:
+            cuts.append(peer.name)
+            peer.abort("cut")
+        await receive(peer, *given)
+
+    with Cluster(SHAPE, store_dir=str(tmp_path / "leader"), capacity=2) as cluster:
+        client = cluster.client("one", store_dir=str(tmp_path / "client"))
+        client.store.put(random_adapter("a", SHAPE))
+        leases = cluster.leases(client)
+        peer = leases._peer
+        monkeypatch.setattr(leader, "receive_blocks", cut_once)
+        leases.register("a")
+        leases.acquire("a")
+        granted(leases, "a")
+        assert cuts == ["one/0"]
+        assert leases._peer is peer, "the leases stay"
 
 
 def test_dropped_content_is_deleted_on_all_hosts_with_its_last_registration(tmp_path):
