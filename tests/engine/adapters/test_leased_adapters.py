@@ -376,6 +376,24 @@ def test_a_load_goes_on_beside_the_drop_of_an_earlier_version(cluster, leases, m
     assert "a" in store
 
 
+def test_a_drop_while_a_load_maps_the_file_has_the_file_written_again(leases, monkeypatch):
+    """After the header is read, before the data is."""
+    mapped, store, from_file = [], leases._server.store, torch.UntypedStorage.from_file
+
+    def dropped(path, *given, **words):
+        if not mapped:
+            store.remove("a")
+        mapped.append(path)
+        return from_file(path, *given, **words)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", dropped)
+    adapter = AdapterVersion(1, 1, leases.keep(leases.prepare(random_adapter("a", SHAPE))), None)
+    held(leases, adapter)
+    assert adapter.lease is not None
+    assert len(mapped) > 1
+    assert "a" in store
+
+
 def test_content_that_a_late_drop_deletes_after_its_arrival_is_sent_again(cluster, leases, monkeypatch):
     """As a rank of the leader's host does."""
     store, adopted = cluster.rank(0)._store, []
