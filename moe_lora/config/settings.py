@@ -108,7 +108,8 @@ class Setting(typing.NamedTuple):
 
     def check(self, place: str, value: Any) -> None:
         """Raise ConfigError, naming `place`, for a value that is not allowed."""
-        if not isinstance(value, tuple(_NUMBERS.get(kind, object) for kind in self.kinds)):
+        kinds: Any = tuple(_NUMBERS.get(kind, object) for kind in self.kinds)
+        if not isinstance(value, kinds):
             raise self.wrong_kind(place, value)
         rule, allowed = self.rule, self.allowed()
         if rule.words and isinstance(value, str):

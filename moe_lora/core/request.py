@@ -119,7 +119,7 @@ class ThinkingLimit:
 
 _COUNTS = "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs", "prompt_logprob_start"
 _NUMBERS = "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"
-_BOOLS = {False: False, True: True}
+_BOOLS: dict[Any, Any] = {False: False, True: True}
 _FORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "stop": (_texts, "a string, or strings"),
     "stop_token_ids": (_Ids, "token ids"),

@@ -177,7 +177,7 @@ class Connection(HttpToolsProtocol):
         cast("dict[str, Any]", self.scope)[HEADERS_S] = time.monotonic()
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
-            self.cycle.send = partial(send_unchunked, self.cycle)  # type: ignore[method-assign]
+            self.cycle.send = partial(send_unchunked, self.cycle)  # type: ignore[method-assign, assignment]
 
     def on_body(self, body: bytes) -> None:
         self._num_head_bytes = 0
