@@ -315,8 +315,8 @@ class ServerRank:
                 raise LoraServerError(f"its answer buffers can't be used: {error}") from error
             label = f"requests-{next(self._session_numbers)}"
             requests = self._transport.alloc(label, depth * layout.request_bytes, 1)
-            session = ServerSession(peer.name, instance, self._transport, requests, there, layout, depth)
-            session.client_rank, session.num_parts = client_rank, self.loop.server_store.num_parts
+            windows = self._transport, requests, there
+            session = ServerSession(peer.name, instance, *windows, layout, depth, client_rank)
             session.on_drop = partial(loop.call_soon_threadsafe, peer.end, "the session was given up")
             return session
 

@@ -42,7 +42,7 @@ class ServerAdapterStore:
         self.generation = np.full(2, 5)
         self.loaded = np.full((2, SHAPE.num_layers), 5)
         self.reading = threading.Lock()
-        self.led = True
+        self.led, self.num_parts = True, 1
         self.slots = SlotTable(2, SHAPE.num_layers, SHAPE.num_entries, CPU)
         self.arena = torch.zeros(64, dtype=torch.uint8)
         self.contents = {slot: (5, RoutedAdapter(f"adapter {slot}", ())) for slot in (0, 1)}
