@@ -33,14 +33,14 @@ def call(
     """The server's answer.  Raises ValueError for a refusal or an absent server."""
     import httpx
 
-    from moe_lora.report.load_client import error_message
+    from moe_lora.report.load_client import base_url, error_message
 
     try:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        transport, base_url = None, url
+        transport, base = None, base_url(url)
         if url.startswith("/"):
-            transport, base_url = httpx.HTTPTransport(uds=url), "http://localhost"
-        with httpx.Client(base_url=base_url, transport=transport, timeout=timeout_s, headers=headers) as http:
+            transport, base = httpx.HTTPTransport(uds=url), "http://localhost"
+        with httpx.Client(base_url=base, transport=transport, timeout=timeout_s, headers=headers) as http:
             answer = http.request(method, path, json=body)
         found = answer.json()
         if not answer.is_error and not isinstance(found, dict):

@@ -6,11 +6,14 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
+import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import NoneType
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch.nn.functional import normalize
@@ -71,6 +74,7 @@ class InProcessClient(LoopClient):
         self._loop = EngineLoop(core, self.deliver)
         super().__init__(self._loop.inbox.put)
         self._loop.start()
+        _CLIENTS.add(self)
 
     def shut_down(self) -> None:
         """End the loop; running requests are dropped."""
@@ -81,6 +85,19 @@ class InProcessClient(LoopClient):
     async def close(self) -> None:
         stop: Callable[[], None] = self.shut_down
         await asyncio.to_thread(stop)
+
+
+_CLIENTS: WeakSet[InProcessClient] = WeakSet()
+
+
+def _end_in_fork() -> None:
+    """Refuse calls in a forked process, without the engine's threads."""
+    for client in _CLIENTS:
+        client._lock = threading.Lock()  # a lost thread may hold the former lock
+        client._dead = EngineDeadError("a forked process has no engine; make the LLM in that process")
+
+
+os.register_at_fork(after_in_child=_end_in_fork)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +217,8 @@ class _Engine:
 
     def __init__(self, model_dir: str, adapters: Mapping[str, str] | None = None, **settings: Any) -> None:
         check_names("", settings, settings_of(EngineConfig))
+        if not isinstance(adapters, (Mapping, NoneType)):
+            raise ConfigError(f"adapters={adapters!r:.100} must be a mapping of names to directories")
         for name in adapters or ():
             _check_name(name)
         config = EngineConfig(
@@ -287,8 +306,12 @@ class _Engine:
         """End the engine; running requests are dropped."""
         self.client.shut_down()
 
-    def _prepared(self, sampling: SamplingParams) -> SamplingParams:
+    def _prepared(self, sampling: SamplingParams | None) -> SamplingParams:
         """The parameters for the engine.  Raises ValueError."""
+        if sampling is None:
+            sampling = self.default_sampling()
+        if not isinstance(sampling, SamplingParams):
+            raise ValueError(f"sampling={sampling!r:.100} must be SamplingParams(…), or None")
         if self.tokenizer is None and sampling.stop:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids")
         if sampling.bad_words:
@@ -304,6 +327,8 @@ class _Engine:
 
     def _answer(self, prompt: Prompt, adapter: str | None, sampling: SamplingParams) -> Answer:
         """sampling: from `_prepared`."""
+        if not isinstance(adapter, (str, NoneType)):
+            raise ValueError(f"adapter={adapter!r:.100} must be a name, or None")
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("the model directory has no tokenizer; give the prompt as token ids")
@@ -355,7 +380,7 @@ class LLM(_Engine):
         """
         batch = _as_prompts(prompts)
         adapters = _one_each("adapter", adapter, len(batch), str)
-        params = _one_each("sampling", sampling or self.default_sampling(), len(batch), SamplingParams)
+        params = _one_each("sampling", sampling, len(batch), SamplingParams)
         prepared = {id(one): self._prepared(one) for one in {id(one): one for one in params}.values()}
         rows = zip(batch, adapters, params, strict=True)
         answers = [self._answer(prompt, name, prepared[id(one)]) for prompt, name, one in rows]
@@ -396,6 +421,8 @@ class LLM(_Engine):
         """
         sampling = SamplingParams(max_tokens=1, temperature=0.0, hidden_state=True)
         found = [one.hidden_state for one in self.generate(prompts, adapter, sampling)]
+        if not found:
+            return torch.empty(0, self.client.core.shape_and_dtype[0].hidden_size)
         return normalize(torch.stack([one for one in found if one is not None]), dim=1)
 
 
@@ -406,7 +433,7 @@ class AsyncLLM(_Engine):
         self, prompt: Prompt, adapter: str | None = None, sampling: SamplingParams | None = None
     ) -> Completion:
         """The whole answer.  Raises GenerationError if the engine could not complete the request."""
-        answer = self._answer(prompt, adapter, self._prepared(sampling or self.default_sampling()))
+        answer = self._answer(prompt, adapter, self._prepared(sampling))
         async for _ in self._pieces(answer):
             pass
         return await _completion(answer)
@@ -418,7 +445,7 @@ class AsyncLLM(_Engine):
 
         Raises GenerationError, after the text so far, if the engine could not complete the request.
         """
-        answer = self._answer(prompt, adapter, self._prepared(sampling or self.default_sampling()))
+        answer = self._answer(prompt, adapter, self._prepared(sampling))
         async for text in self._pieces(answer):
             if text:
                 yield text
@@ -466,7 +493,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _one_each(name: str, value: Any, count: int, kind: type[Item]) -> list[Any]:
-    if value is None or isinstance(value, kind):
+    if isinstance(value, (kind, Mapping)) or not isinstance(value, Iterable):
         return [value] * count
     values = list(value)
     if len(values) != count:

@@ -176,6 +176,11 @@ class AdapterContents:
         with self._lock:
             self._remove(self._served.pop(name, []))
 
+    def discard(self, content_hash: str) -> None:
+        """Drop a refused load's content."""
+        with self._lock:
+            self._remove([content_hash])
+
     def _composed(self, name: str, path: str) -> PackedAdapter:
         """The weighted sum at `path`."""
         from moe_lora.core.composed import parts_in

@@ -140,7 +140,8 @@ class HostStore:
                     PackedLayer(**{part: file.get_tensor(f"{number}.{part}") for part in _PARTS})
                     for number in range(int(metadata["layers"]))
                 )
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        # RuntimeError: the file is deleted between its header and its data.
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
             if mapped is not None:
                 return replace(mapped, name=name)
             raise AdapterError(f"{path.name}: not a packed adapter that can be read ({error})") from error

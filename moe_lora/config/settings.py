@@ -23,6 +23,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, field, fields, is_dataclass
+from numbers import Integral, Real
 from typing import Any, ClassVar
 
 from moe_lora.core.errors import ConfigError
@@ -38,6 +39,7 @@ WORDS: dict[Any, str] = {
     tuple[str, ...]: "a list of texts",
 }
 """Types of values as users are told of them."""
+_NUMBERS: dict[Any, type] = {int: Integral, float: Real, bool: bool, types.NoneType: types.NoneType}
 
 
 class Rule:
@@ -105,7 +107,10 @@ class Setting(typing.NamedTuple):
         return f"{rule.least:g} or more" if rule.most is None else f"between {rule.least:g} and {rule.most:g}"
 
     def check(self, place: str, value: Any) -> None:
-        """Raise ConfigError, naming `place`, for a value of the right type that is not allowed."""
+        """Raise ConfigError, naming `place`, for a value that is not allowed."""
+        kinds: Any = tuple(_NUMBERS.get(kind, object) for kind in self.kinds)
+        if not isinstance(value, kinds):
+            raise self.wrong_kind(place, value)
         rule, allowed = self.rule, self.allowed()
         if rule.words and isinstance(value, str):
             if value not in rule.words:
@@ -136,8 +141,11 @@ class Setting(typing.NamedTuple):
                 if found is not None:
                     self.check(place, found)
                 return found
+        raise self.wrong_kind(place, value)
+
+    def wrong_kind(self, place: str, value: Any) -> ConfigError:
         names = " or ".join(WORDS.get(kind, "a mapping of names to values") for kind in self.kinds)
-        raise ConfigError(f"{place}={value!r} must be {names}")
+        return ConfigError(f"{place}={value!r} must be {names}")
 
 
 class Settings:

@@ -117,7 +117,9 @@ class ThinkingLimit:
             object.__setattr__(self, name, value)
 
 
+_COUNTS = "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs", "prompt_logprob_start"
 _NUMBERS = "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"
+_BOOLS: dict[Any, Any] = {False: False, True: True}
 _FORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "stop": (_texts, "a string, or strings"),
     "stop_token_ids": (_Ids, "token ids"),
@@ -127,6 +129,9 @@ _FORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "allowed_token_ids": (_Ids, "token ids"),
     "bad_words": (_texts, "a string, or strings"),
     "bad_word_ids": (_Rows, "lists of token ids"),
+    "processed_logprobs": ({**_BOOLS, "alone": "alone"}.__getitem__, "true, false or alone"),
+    **dict.fromkeys(("ignore_eos", "hidden_state", "routed_experts"), (_BOOLS.__getitem__, "true or false")),
+    **dict.fromkeys(_COUNTS, (index, "a whole number")),
     **dict.fromkeys(_NUMBERS, (methodcaller("__float__"), "a number")),
 }
 """Fields of `SamplingParams` -> their form, made of other numbers or sequences, and its name."""
@@ -153,7 +158,7 @@ class SamplingParams:
     thinking: limit of the reasoning.
 
     A list, array or tensor stands for its tuple, a string for a tuple of one, None for no entries, or the
-    default number.
+    default value.
     Raises ValueError naming the parameter and its allowed range.
     """
 
@@ -189,17 +194,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, (made, rule) in _FORMS.items():
             value, default = getattr(self, name), getattr(SamplingParams, name)
-            if value is not default:
+            if value is not default and not (value is None and name == "max_tokens"):
                 try:
                     object.__setattr__(self, name, default if value is None else made(value))
-                except (AttributeError, TypeError, ValueError, RuntimeError):
+                except (AttributeError, LookupError, TypeError, ValueError, RuntimeError):
                     self._check(name, False, rule)
         is_limit = self.thinking is None or isinstance(self.thinking, ThinkingLimit)
         self._check("thinking", is_limit, "a ThinkingLimit")
         self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, ">= 1")
-        for name in ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            self._check(name, value is None or isinstance(value, int), "a whole number")
         limit = math.inf if self.max_tokens is None else self.max_tokens
         self._check("min_tokens", 0 <= self.min_tokens <= limit, "between 0 and max_tokens")
         self._check("on_publish", self.on_publish in ("keep", "switch"), "keep or switch")

@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 class PublishEachEpoch(TrainerCallback):
     """Publishes the PEFT model's adapter after each epoch and after training.
 
-    Without an answer after an epoch, training goes on.  A refusal, and no answer after training, raise
-    AdapterError.
+    Without an answer after an epoch, training goes on.  A refusal, and no answer before or after training,
+    raise AdapterError.
     versions: published, in order.
     """
 
@@ -31,6 +31,8 @@ class PublishEachEpoch(TrainerCallback):
     ) -> None:
         self._publisher, self._gathered_step = Publisher(*self._server), -1
         self._unsent: tuple[Any, Any] | None = None
+        if state.is_world_process_zero:
+            self._publisher.check_server()
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **words: Any

@@ -16,6 +16,7 @@ import httpx
 from safetensors.torch import save, save_file
 
 from moe_lora.core.errors import AdapterError
+from moe_lora.report.load_client import base_url
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -73,7 +74,11 @@ class Publisher:
         self.name = name
         self._shared = shared
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S)
+        self._http = httpx.Client(base_url=base_url(url), headers=headers, timeout=TIMEOUT_S)
+
+    def check_server(self) -> None:
+        """Raises AdapterError unless a server answers."""
+        self._call("GET", "/version", lambda found: found["version"])
 
     def publish(self, tensors: dict[str, Tensor], config: dict[str, Any]) -> int:
         """Serve the tensors at all instances; returns the new version.  Running requests end on the former.

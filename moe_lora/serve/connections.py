@@ -10,12 +10,13 @@ import re
 import ssl
 import time
 from asyncio.sslproto import SSLProtocol
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.utils import get_remote_addr
 
 from .frontend import CUT
@@ -53,6 +54,13 @@ def as_bytes(error: ApiError) -> bytes:
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
     lines += [f"{name}: {value}" for name, value in {**fields, "Content-Length": len(body)}.items()]
     return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def send_unchunked(cycle: RequestResponseCycle, message: Any) -> Awaitable[None]:
+    """Send to a client of HTTP/1.0: the connection's end is the body's."""
+    cycle.chunked_encoding = False
+    cycle.expected_content_length = len(message.get("body", b""))
+    return RequestResponseCycle.send(cycle, message)
 
 
 class Connection(HttpToolsProtocol):
@@ -168,6 +176,8 @@ class Connection(HttpToolsProtocol):
         self._await(_BODY, self.limits.config.body_timeout_s)
         cast("dict[str, Any]", self.scope)[HEADERS_S] = time.monotonic()
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = partial(send_unchunked, self.cycle)  # type: ignore[method-assign, assignment]
 
     def on_body(self, body: bytes) -> None:
         self._num_head_bytes = 0

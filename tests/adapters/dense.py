@@ -131,7 +131,7 @@ def assert_same_deltas(found: Deltas, expected: Deltas) -> None:
     assert found.keys() == expected.keys()
     for key, delta in expected.items():
         assert found[key].shape == delta.shape, key
-        torch.testing.assert_close(found[key], delta, rtol=1e-5, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}")
+        torch.testing.assert_close(found[key], delta, rtol=1e-5, atol=1e-6, msg=f"{key}: ".__add__)
 
 
 def shard_adapter(

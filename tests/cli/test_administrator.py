@@ -42,6 +42,17 @@ class AtSocket(socketserver.UnixStreamServer):
         return super().get_request()[0], ("local", 0)  # the handler wants an address
 
 
+def test_a_url_may_end_in_v1_as_those_of_openai_clients():
+    with socketserver.TCPServer(("127.0.0.1", 0), Answering) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"127.0.0.1:{server.server_address[1]}"
+        try:
+            for url in (f"http://{place}", f"http://{place}/v1", f"http://{place}/v1/", place):
+                assert call(url, None, "POST", "/v1/x", 30)["path"] == "/v1/x"
+        finally:
+            server.shutdown()
+
+
 @contextmanager
 def at_socket(folder: Path, handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     path = str(folder / "admin")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -71,6 +72,27 @@ def test_its_range_holds_in_the_file_and_in_python(value: float) -> None:
     ):
         with pytest.raises(ConfigError, match=r"patience_s=\S+ (must be positive and finite|is too large)"):
             make()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("max_num_seqs", "4", "a whole number"),
+        ("max_num_seqs", 4.0, "a whole number"),
+        ("max_model_len", "256", "a whole number or null"),
+        ("kv_cache_gb", "1", "a number or null"),
+        ("eager", "yes", "true or false"),
+        ("eager", 1, "true or false"),
+    ],
+)
+def test_python_s_value_of_another_type_is_refused_by_name(name: str, value: Any, kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}={value!r} must be {kind}$"):
+        EngineConfig(model_dir="m", **{name: value})
+
+
+def test_numpy_s_numbers_are_numbers() -> None:
+    config = EngineConfig(model_dir="m", max_num_seqs=np.int64(4), kv_cache_gb=np.float32(1))
+    assert (config.max_num_seqs, config.kv_cache_gb) == (4, 1)
 
 
 def test_options_that_switch_and_lists_are_known_by_their_types() -> None:

@@ -35,6 +35,11 @@ FORMS = [
     ("top_p", np.array(0.5), 0.5),
     ("min_p", Decimal("0.5"), 0.5),
     ("repetition_penalty", 2, 2.0),
+    ("min_tokens", np.int64(5), 5),
+    ("top_k", torch.tensor(5), 5),
+    ("seed", np.int32(5), 5),
+    ("ignore_eos", np.True_, True),
+    ("routed_experts", 1, True),
 ]
 
 
@@ -76,6 +81,13 @@ def test_none_is_no_entry_or_the_default(name):
         ("temperature", "0.5"),
         ("top_p", torch.tensor([0.5, 0.5])),
         ("thinking", 5),
+        *((name, "5") for name in ("max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs")),
+        ("max_tokens", 5.0),
+        ("prompt_logprob_start", "0"),
+        ("seed", "x"),
+        ("ignore_eos", "no"),
+        ("hidden_state", []),
+        ("processed_logprobs", "yes"),
     ],
 )
 def test_other_forms_are_refused_by_name(name, given):

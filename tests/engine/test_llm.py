@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import random
 import shutil
 import threading
@@ -21,9 +22,10 @@ from transformers import BatchEncoding
 
 from demo.tasks import MAX_CHARS, MIN_CHARS, TASKS, prompt_for, sample_text
 from moe_lora import LLM, AsyncLLM, GenerationError, SamplingParams
-from moe_lora.core.errors import AdapterError, AdapterNotFoundError
+from moe_lora.core.errors import AdapterError, AdapterNotFoundError, EngineDeadError
 from moe_lora.core.request import TokenLogprobs
 from moe_lora.engine.adapters.copies import RankCopier
+from tests.patience import PATIENCE_S
 
 DEMO = Path(__file__).parents[2] / "demo"
 ADAPTERS = json.loads((DEMO / "adapters" / "index.json").read_text())
@@ -143,6 +145,67 @@ def test_parameters_are_prepared_once_for_all_prompts_of_a_call(llm, monkeypatch
     other = replace(GREEDY, max_tokens=2)
     llm.generate([IDS] * 4, None, [GREEDY, other, GREEDY, other])
     assert prepared == [GREEDY, other]
+
+
+def test_a_forked_process_has_no_engine_and_says_so(llm):
+    calls = (lambda: llm.generate([IDS], None, GREEDY), llm.stats)
+
+    def child() -> None:
+        for call in calls:
+            with pytest.raises(EngineDeadError, match="a forked process has no engine"):
+                call()
+        llm.close()
+
+    forked = multiprocessing.get_context("fork").Process(target=child)
+    forked.start()
+    try:
+        forked.join(PATIENCE_S)
+        assert forked.exitcode == 0
+    finally:
+        forked.kill()
+        forked.join()
+    assert calls[0]()[0].token_ids
+    calls[1]()
+
+
+def test_no_prompts_have_no_embeddings(llm):
+    [row] = llm.embed("hello")
+    assert llm.embed([]).shape == (0, len(row))
+    assert llm.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    ("adapter", "sampling", "problem"),
+    [
+        ("upper", {"max_tokens": 3}, r"^sampling=\{'max_tokens': 3\} must be SamplingParams"),
+        ("upper", {}, r"^sampling=\{\} must be SamplingParams"),
+        ("upper", [{"max_tokens": 3}], r"^sampling=\{'max_tokens': 3\} must be SamplingParams"),
+        ("upper", 3, "^sampling=3 must be SamplingParams"),
+        ("upper", [], "^sampling has 0 entries for 1 prompts"),
+        (5, None, "^adapter=5 must be a name"),
+        ([5], None, "^adapter=5 must be a name"),
+    ],
+)
+def test_an_argument_of_another_type_is_named(llm, adapter, sampling, problem):
+    with pytest.raises(ValueError, match=problem):
+        llm.generate("hello", adapter, sampling)
+    assert llm.generate(["hello"] * 2, "upper", [None, GREEDY])[1].text
+
+
+@pytest.mark.parametrize("sampling", [{"max_tokens": 3}, {}])
+def test_another_type_is_named_in_asyncio_too(sampling):
+    engine = AsyncLLM(str(DEMO / "model"), **SETTINGS)
+    try:
+        with pytest.raises(ValueError, match=r"^sampling=.* must be SamplingParams"):
+            asyncio.run(engine.generate("hello", None, sampling))
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("adapters", [["demo/adapters/upper"], "upper"])
+def test_adapters_without_names_are_refused(adapters):
+    with pytest.raises(ValueError, match=r"^adapters=.* must be a mapping of names to directories"):
+        LLM(str(DEMO / "model"), adapters=adapters)
 
 
 def test_a_tensor_is_a_prompt_in_asyncio_too():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -47,7 +48,7 @@ def answered(http: Http, name: str) -> tuple[list[int], int]:
 def test_each_epoch_is_a_version_and_the_last_answers_as_the_trained_model(tmp_path: Path) -> None:
     rows = [{"input_ids": [1, *range(40, 48)], "labels": [1, *range(50, 58)]}] * 2
     with demo_server(tmp_path / "log", "--eager", "--dtype", "float32") as server:
-        callback = PublishEachEpoch(server.url, "tuned")
+        callback = PublishEachEpoch(f"{server.url}/v1", "tuned")
         args = TrainingArguments(
             str(tmp_path / "out"),
             num_train_epochs=3,
@@ -93,6 +94,8 @@ class Recorded:
     def publish(self, weight: float, config: Any) -> int:
         self.published.append((self._number, weight))
         return len(self.published)
+
+    def check_server(self) -> None: ...
 
     def close(self) -> None:
         self._number = -1
@@ -180,18 +183,36 @@ def test_a_failed_publication_ends_no_training_and_the_last_one_is_sent_again(
     assert [record.args[0] for record in caplog.records] == [one for one in failing if one < 4]
 
 
-def test_a_refusal_ends_the_training_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def started(answers: list[httpx.Response], folder: Path, monkeypatch: pytest.MonkeyPatch) -> PublishEachEpoch:
+    """A callback at its training's start, whose server gives these answers."""
     monkeypatch.setattr(callback_module, "adapter_config", lambda trained, adapter: {})
     monkeypatch.setattr(callback_module, "adapter_tensors", lambda trained, adapter: {})
-    callback, control = PublishEachEpoch("http://server", "tuned"), TrainerControl()
-    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    callback.on_train_begin(args, TrainerState(), control)
-    answers = iter([httpx.Response(503), httpx.Response(400, json={"error": {"message": "NaN"}})])
-    transport = httpx.MockTransport(lambda request: next(answers))
-    callback._publisher._http = httpx.Client(base_url="http://server", transport=transport)
-    callback.on_epoch_end(args, TrainerState(global_step=1), control, model=None)
+    transport = httpx.MockTransport(lambda request: answers.pop(0))
+    monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=transport))
+    callback = PublishEachEpoch("http://server", "tuned")
+    args = TrainingArguments(str(folder), use_cpu=True, report_to=[])
+    callback.on_train_begin(args, TrainerState(), TrainerControl())
+    return callback
+
+
+def test_a_refusal_ends_the_training_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nan = httpx.Response(400, json={"error": {"message": "NaN"}})
+    answers = [httpx.Response(200, json={"version": "1"}), httpx.Response(503), nan]
+    callback, control = started(answers, tmp_path, monkeypatch), TrainerControl()
+    callback.on_epoch_end(None, TrainerState(global_step=1), control, model=None)
     with pytest.raises(AdapterError, match="NaN"):
-        callback.on_epoch_end(args, TrainerState(global_step=2), control, model=None)
+        callback.on_epoch_end(None, TrainerState(global_step=2), control, model=None)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [httpx.Response(404, json={"detail": "Not Found"}), httpx.Response(502), httpx.Response(200, text="hi")],
+)
+def test_a_wrong_url_ends_the_training_before_its_first_epoch(
+    answer: httpx.Response, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AdapterError, match=f"status {answer.status_code}"):
+        started([answer], tmp_path, monkeypatch)
 
 
 def test_a_refusal_has_the_server_s_reason(tmp_path: Path) -> None:

@@ -238,6 +238,16 @@ def test_version_and_health_need_no_key(tenants):
         assert tenants.http.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready", "/live"])
+def test_load_balancers_may_ask_without_a_body(tenants, path):
+    found, whole = tenants.http.head(path), tenants.http.get(path)
+    assert (found.status_code, found.content) == (200, b"")
+    varies = ("date", "x-request-id")
+    assert [one for one in found.headers.items() if one[0] not in varies] == [
+        one for one in whole.headers.items() if one[0] not in varies
+    ]
+
+
 def test_every_route_that_is_not_known_to_be_a_tenants_is_an_administrators(tenants):
     """A new route is closed until somebody opens it."""
     schema = tenants.ask("admin", "GET", "/openapi.json").json()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import socket
@@ -79,6 +80,17 @@ def test_malformed_json_is_400(any_server, path, content):
 
 def test_a_body_that_is_no_json_by_its_header_is_400(any_server):
     error_of(any_server.http.post("/v1/completions", data={"prompt": "hello"}), 400)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/load_lora_adapter", "/v1/adapters/x"])
+def test_a_compressed_body_is_415_and_named(any_server, path):
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    method, body = "PUT" if "adapters/" in path else "POST", gzip.compress(b'{"prompt": "hello"}')
+    found = any_server.http.request(method, path, content=body, headers=headers)
+    assert error_of(found, 415) == "Content-Encoding: gzip is not read; send the body uncompressed"
+    headers["Content-Encoding"] = "identity"
+    plain = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
+    assert any_server.http.post("/v1/completions", content=plain, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -453,6 +465,28 @@ def test_a_body_in_many_small_chunks_is_taken(any_server):
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
     found = raw(any_server, head + b"Transfer-Encoding: chunked\r\n\r\n", chunks, b"0\r\n\r\n")
     assert found.startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_to_http_1_0_ends_with_its_connection_and_has_no_chunks(any_server, stream):
+    """Also behind a header that keeps connections."""
+    body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 3, "stream": stream}).encode()
+    head = b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nConnection: keep-alive\r\n"
+    place = urlsplit(any_server.url)
+    with socket.create_connection((place.hostname, place.port), timeout=PATIENCE_S) as connection:
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    fields, _, text = answer.partition(b"\r\n\r\n")
+    assert fields.startswith(b"HTTP/1.1 200")
+    assert b"transfer-encoding" not in fields.lower()
+    assert b"\r\nconnection: close" in fields.lower()
+    if stream:
+        *events, done = text.decode().removesuffix("\n\n").split("\n\n")
+        assert [json.loads(one.removeprefix("data: "))["object"] for one in events]
+        assert done == "data: [DONE]"
+    else:
+        assert int(re.search(rb"(?i)content-length: (\d+)", fields)[1]) == len(text)
+        assert json.loads(text)["usage"]["completion_tokens"] == 3
 
 
 def test_a_request_that_offers_http_2_is_answered(any_server):

@@ -77,6 +77,7 @@ def test_all_instances_sleep_refuse_and_wake_up_with_the_same_tokens(server, lev
     before, awake_kb = answers(http), arena_kb(server)
     http.ok("POST", f"/sleep{level}")
     assert http.ok("GET", "/is_sleeping") == {"is_sleeping": True}
+    http.ok("GET", "/health_generate")
     assert all(kb < was / 8 for kb, was in zip(arena_kb(server), awake_kb, strict=True))
     for stream in (False, True, False, True):  # each connection may reach another front end and instance
         refused = http("POST", "/v1/completions", json={"prompt": "a=", "model": "upper", "stream": stream})

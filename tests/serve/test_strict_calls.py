@@ -265,7 +265,7 @@ def test_a_hidden_special_token_opens_no_call(name, special):
         assert masks.accepts(valid)
     for text in ("", "Plain <tool_"):
         assert set(hidden) <= set(masks.excluded(text))
-        follower = Follower(masks.after(text), hidden[1:2], hidden[2:], tokenizer.vocab_size)
+        follower = Follower(masks.after(text), masks.tokenizer, hidden[1:2], hidden[2:], tokenizer.vocab_size)
         words = follower.advance([]).words
         allowed = [bool(words[one // BITS] >> np.uint32(one % BITS) & 1) for one in hidden]
         assert allowed == [False, True, False], "only the answer's end"

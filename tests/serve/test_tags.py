@@ -84,9 +84,8 @@ class Masks:
         self._tokenizer = tokenizer
         self._size = tokenizer.vocab_size
         [*ends] = tokenizer.eos_token_ids
-        self._matcher = LLMatcher(
-            grammar_tokenizer(tokenizer, self._size, ends), grammar, limits=limits(), log_level=0
-        )
+        self.tokenizer = grammar_tokenizer(tokenizer, self._size, ends)
+        self._matcher = LLMatcher(self.tokenizer, grammar, limits=limits(), log_level=0)
         assert not self._matcher.is_error(), self._matcher.get_error()
 
     def after(self, text: str) -> LLMatcher | None:

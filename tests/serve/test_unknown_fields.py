@@ -186,6 +186,15 @@ def test_unknown_fields_are_refused_where_the_server_is_told_so(tokenizer, path,
         assert error_of(answer)["param"] == "note"
 
 
+@ENDPOINTS
+def test_unused_fields_with_names_near_ours_are_taken(unchanged, path, body):
+    """Of OpenRouter; values with an effect are refused by the test of all neutral values."""
+    answer = unchanged.post(path, {**body, "top_a": 0, "models": []})
+    assert (answer.status_code, HEADER in answer.headers) == (200, False)
+    error = error_of(unchanged.post(path, {**body, "top_a": 0.5}))
+    assert error["message"] == "top_a is not supported; leave it out, or send null or 0"
+
+
 @pytest.mark.parametrize(
     ("name", "meant"),
     [

@@ -244,9 +244,9 @@ async def local_lora_server(
         own = own or OwnServer(passes_on)
         files = ExitStack()
         file = files.enter_context(cluster_file(replace(alone, scaling=None)))
-        ranks = server_roles(layout.num_ranks, file)
-        own.ranks = HostRoles(ranks, at_once=at_once, dead_s=cluster.front_end.heartbeat_dead_s)
-        own.now = Generation(alone, ranks, files)
+        roles = server_roles(layout.num_ranks, file)
+        own.ranks = HostRoles(roles, at_once=at_once, dead_s=cluster.front_end.heartbeat_dead_s)
+        own.now = Generation(alone, roles, files)
         try:
             files.enter_context(passed_on(passes_on, file, own.ranks))
             await own.ranks.ready()

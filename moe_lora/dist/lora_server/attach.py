@@ -9,10 +9,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -40,13 +39,14 @@ from moe_lora.lora.row_routing import Lease, Source
 from moe_lora.policies.caching.caching import ANYBODY, Asker
 
 from .content import num_blocks, send_blocks
-from .control import REJOIN_S, Hear, Pings, ask, called, find_rank, join, network
+from .control import REJOIN_S, Hear, Pings, ask, called, find_rank, ignore, join, network
 from .messages import HANDSHAKE, AdapterFailed, DropOrder, Need
 from .reach import agreed_facts, client_name, server_transport
 
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 30.0
+_NUM_TRIES = 3
 NUM_REGISTERS = 8
 """In flight at a rejoin: a longer backlog starves pings."""
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
@@ -63,7 +63,7 @@ class LeaseClient:
 
     def __init__(
         self,
-        join_leader: Callable[[float, Hear], Awaitable[Peer]],
+        join_leader: Callable[[float, Hear | None], Awaitable[Peer]],
         store: HostStore,
         on_change: Callable[[], None],
         timeout_s: float,
@@ -85,6 +85,8 @@ class LeaseClient:
         self._numbers: Iterator[int] = itertools.count(1) if former is None else former._numbers
         self._granted: dict[str, tuple[int, Lease]] = {}
         """With the acquire's number: grants for abandoned acquires are void."""
+        self._turn_to_give = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._peer: Peer | None = None
         self._joined = network().run(self._start(timeout_s))
 
@@ -176,7 +178,9 @@ class LeaseClient:
         return asyncio.create_task(stay_connected("leases", self._join, self._serve, first))
 
     async def _ended(self) -> None:
-        await asyncio.wait([self._joined])
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait([self._joined, *self._tasks])
         if self._peer is not None:
             await self._peer.closed()
 
@@ -207,11 +211,17 @@ class LeaseClient:
         if self._peer is not None:
             self._peer.call(method, adapter_id)
 
+    def _start_task(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
     async def _register(self, adapter_id: str) -> None:
         self._registered.add(adapter_id)
         self._rejected.pop(adapter_id, None)
         if self._peer is not None:
-            known = asyncio.create_task(self._make_known(self._peer, adapter_id))
+            known = self._start_task(self._make_known(self._peer, adapter_id))
             await asyncio.wait([known], timeout=_ANSWER_S)
         error = self._rejected.pop(adapter_id, None)
         if error is not None:
@@ -233,13 +243,18 @@ class LeaseClient:
 
     async def _make_known(self, peer: Peer, adapter_id: str) -> None:
         try:
-            if not await peer.call("register", adapter_id):
-                await (await self._give(peer, adapter_id))
-                if not await peer.call("register", adapter_id):
-                    raise LoraServerError("the LoRA Server can't read the content that it was sent")
+            for _ in range(_NUM_TRIES):  # a drop may delete the file meanwhile
+                if await peer.call("register", adapter_id):
+                    break
+                with suppress(FileNotFoundError, PeerEndedError):
+                    await self._give(adapter_id)
+            else:
+                raise LoraServerError("the LoRA Server can't read the content that it was sent")
         except PeerEndedError:
             return
         except Exception as error:
+            if peer.ended.is_set():  # else the next leader gets no register
+                return
             self._rejected[adapter_id] = error
             self._unknown.discard(adapter_id)
             logger.warning("the LoRA Server does not take adapter %s: %s", adapter_id, error)
@@ -272,11 +287,7 @@ class LeaseClient:
 
     async def _hear(self, peer: Peer, message: Message) -> None:
         if isinstance(message, Need):
-            try:
-                await self._give(peer, message.adapter_id)
-            except Exception as error:
-                logger.error("adapter %s can't be given to the LoRA Server: %s", message.adapter_id, error)
-                peer.call("fail_content", message.adapter_id, str(error))
+            self._start_task(self._give_needed(peer, message.adapter_id))
         elif isinstance(message, DropOrder):
             if message.adapter_id not in self._registered:
                 self._store.remove(message.adapter_id)
@@ -292,12 +303,26 @@ class LeaseClient:
             logger.exception("the failure of adapter %s can't be reported", adapter_id)
         self._on_change()
 
-    async def _give(self, peer: Peer, adapter_id: str) -> asyncio.Future[Any]:
-        if not await asyncio.to_thread(self._store.restore, adapter_id):
-            raise LoraServerError("it is not in the store")
-        answer = peer.call("give", adapter_id, num_blocks(self._store, adapter_id))
-        send_blocks(peer, self._store, adapter_id)
-        return answer
+    async def _give_needed(self, peer: Peer, adapter_id: str) -> None:
+        try:
+            await self._give(adapter_id)
+        except Exception as error:
+            logger.error("adapter %s can't be given to the LoRA Server: %s", adapter_id, error)
+            peer.call("fail_content", adapter_id, str(error))
+
+    async def _give(self, adapter_id: str) -> None:
+        """Send the content over a connection of its own, which delays no lease; in turn."""
+        async with self._turn_to_give:
+            if not await asyncio.to_thread(self._store.restore, adapter_id):
+                raise LoraServerError("it is not in the store")
+            number = num_blocks(self._store, adapter_id)
+            peer = await self._join_leader(_ANSWER_S, None)
+            try:
+                answer = peer.call("give", adapter_id, number)
+                send_blocks(peer, self._store, adapter_id, number)
+                await answer
+            finally:
+                peer.end()
 
 
 def _is_final(error: Exception) -> bool:
@@ -305,6 +330,8 @@ def _is_final(error: Exception) -> bool:
 
 
 CONNECT_TIMEOUT_S = 120.0
+MAX_PUT_S = 3.0
+"""Limit of a put to a stuck rank, which stops the engine."""
 logger = logging.getLogger(__name__)
 _SLICE_S = 0.05
 _LOOK_S = 0.2
@@ -448,7 +475,8 @@ class LoraServerClient:
         shard = partition.shards[client_rank] if partition.shards else None
         layout = FrameLayout(partition.shape_of(client_rank), dtype, server.max_rows, shard)
         self.store = HostStore(server.store_dir)
-        self._transport = server_transport(server, name)
+        put_timeout_s = min(server.answer_timeout_s, MAX_PUT_S)
+        self._transport = server_transport(server, name, put_timeout_s=put_timeout_s)
         self.links = {
             server_rank: ServerLink(
                 f"link to server rank {server_rank}",
@@ -505,11 +533,11 @@ class LoraServerClient:
         former.backend.follow(self.backend)
         self.backend = former.backend
 
-    async def _join_leader(self, timeout_s: float, hear: Hear) -> Peer:
+    async def _join_leader(self, timeout_s: float, hear: Hear | None) -> Peer:
+        """hear: of the connection with the leases; None: another connection."""
         leader, begin = (self._server.address, self._keys, self._hello), ("join_instance", self._instance)
-        return await join(
-            *leader, timeout_s, *begin, hear=hear, pings=Pings.within(self._server.lease_timeout_s)
-        )
+        pings = Pings.within(self._server.lease_timeout_s)
+        return await join(*leader, timeout_s, *(begin if hear else ()), hear=hear or ignore, pings=pings)
 
     def close(self) -> None:
         if self.pushed is not None:

@@ -24,9 +24,9 @@ def num_blocks(store: HostStore, adapter_id: str) -> int:
     return -(-store.path(adapter_id).stat().st_size // _BLOCK_BYTES)
 
 
-def send_blocks(peer: Peer, store: HostStore, adapter_id: str) -> None:
-    """Send the announced file, reading while sending."""
-    peer.send_all(_blocks(store, adapter_id, num_blocks(store, adapter_id)))
+def send_blocks(peer: Peer, store: HostStore, adapter_id: str, number: int) -> None:
+    """Send the announced blocks, reading while sending."""
+    peer.send_all(_blocks(store, adapter_id, number))
 
 
 def _blocks(store: HostStore, adapter_id: str, number: int) -> Iterator[Block]:

@@ -42,7 +42,7 @@ from .messages import (
     ServerState,
 )
 from .rank_memory import shard_pages
-from .reach import client_name
+from .reach import client_name, instance_of
 
 logger = logging.getLogger(__name__)
 
@@ -210,15 +210,22 @@ class Leader:
             earlier.peer.abort("the instance has joined again")
             self._forget(instance)
         visitor.instance = instance
-        visitor.left.callback(self._lose_instance, visitor)
+        visitor.left.push_async_callback(self._lose_instance, visitor)
         self._instances[instance] = visitor
         logger.info("instance %s joined", instance)
+        await self._drop_unused(visitor)
 
-    def _lose_instance(self, visitor: Visitor) -> None:
+    async def _lose_instance(self, visitor: Visitor) -> None:
         if self._instances.get(visitor.instance) is visitor:
             del self._instances[visitor.instance]
             self._forget(visitor.instance)
             logger.warning("instance %s left; its leases ended", visitor.instance)
+            await self._drop_unused(visitor)
+
+    async def _drop_unused(self, visitor: Visitor) -> None:
+        """Carry out the drops that waited for an instance that has left."""
+        while unused := [one for one in self._to_drop if not self._registered_by.get(one)]:
+            await self.unregister(visitor, unused[0])
 
     def _forget(self, instance: str) -> None:
         for instances in self._registered_by.values():
@@ -257,7 +264,7 @@ class Leader:
         try:
             await receive_blocks(visitor.peer, self._store, adapter_id, number)
         except StorageError as error:
-            self._lost.fail(visitor.instance, adapter_id, str(error))
+            self._lost.fail(instance_of(visitor.peer.name), adapter_id, str(error))
             raise
         for server_rank in self._lost.pop(adapter_id):
             self.supply(server_rank, adapter_id)
@@ -398,9 +405,9 @@ class Leader:
             elif server_rank == LEADER:
                 self._own.regained(adapter_id)
             elif server_rank in self._ranks:
-                peer = self._ranks[server_rank].peer
-                peer.send(Content(adapter_id, num_blocks(self._store, adapter_id)))
-                send_blocks(peer, self._store, adapter_id)
+                peer, number = self._ranks[server_rank].peer, num_blocks(self._store, adapter_id)
+                peer.send(Content(adapter_id, number))
+                send_blocks(peer, self._store, adapter_id, number)
         except OSError as error:
             logger.warning("the content of adapter %s can't be read: %s", adapter_id, error)
             self._lost.await_content(server_rank, adapter_id)

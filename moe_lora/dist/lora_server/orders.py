@@ -110,6 +110,7 @@ class Orders:
                 await asyncio.to_thread(self.carry_out, order, epoch)
                 self._num_failures.pop((adapter_id, order.generation), None)
                 return
+            await asyncio.to_thread(self._server_store.await_content, order.slot, order.generation, epoch)
         except Exception as error:
             await self._fail(order, epoch, error)
             return

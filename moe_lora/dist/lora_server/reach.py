@@ -40,6 +40,11 @@ def client_name(instance: str, client_rank: int) -> str:
     return f"{instance}/{client_rank}"
 
 
+def instance_of(client: str) -> str:
+    """The instance in a `client_name`."""
+    return client.rpartition("/")[0]
+
+
 def server_transport(server: LoraServerConfig, name: str, put_timeout_s: float | None = None) -> Transport:
     """This process's end of the configured transport.
 

@@ -111,6 +111,8 @@ class ServerAdapterStore:
         self.loaded = np.zeros((memory.capacity, shape.num_layers), dtype=np.int64)
         self.contents: dict[int, tuple[int, RoutedAdapter]] = {}
         self._loading: deque[_Loading] = deque()
+        self._lacking: dict[int, int] = {}
+        """Slot -> generation of content that is still on the way."""
         self.epoch = self._first_generation = 0
         self._changed = threading.Condition()
         self._stopping = False
@@ -133,6 +135,7 @@ class ServerAdapterStore:
             if self._is_late(slot, generation, epoch):
                 return
             self.generation[slot] = generation
+            self._lacking.pop(slot, None)
             self.contents[slot] = generation, RoutedAdapter(packed.content_hash, packed.targets)
             # Layers without content here are loaded at once.
             for layer in set(range(self._shape.num_layers)) - set(runs):
@@ -142,6 +145,13 @@ class ServerAdapterStore:
             if order:
                 self._loading.append(_Loading(slot, generation, self.epoch, packed, order))
             self._changed.notify_all()
+        self.on_progress()
+
+    def await_content(self, slot: int, generation: int, epoch: int) -> None:
+        """Refuse requests for this content until its load."""
+        with self._changed:
+            if generation > int(self.generation[slot]) and epoch == self.epoch:
+                self._lacking[slot] = generation
         self.on_progress()
 
     def _is_late(self, slot: int, generation: int, epoch: int | None) -> bool:
@@ -155,6 +165,7 @@ class ServerAdapterStore:
                 return
             self._loading = deque(loading for loading in self._loading if loading.slot != slot)
             self.generation[slot] = generation + 1
+            self._lacking.pop(slot, None)
             self.contents.pop(slot, None)
             self.on_tables()
             with self.reading:
@@ -165,6 +176,7 @@ class ServerAdapterStore:
         """Drop everything: generations start above first_generation."""
         with self._changed:
             self._loading.clear()
+            self._lacking.clear()
             self.contents.clear()
             self.epoch += 1
             self._first_generation = first_generation
@@ -204,8 +216,11 @@ class ServerAdapterStore:
         return slot < len(self.generation) and generation < int(self.generation[slot])
 
     def is_stale(self, slot: np.ndarray, generation: np.ndarray) -> bool:
-        """True if some row's content has left."""
-        return bool((generation < self.generation[slot]).any())
+        """True if some row's content has left, or is still on the way."""
+        lacking = self._lacking.copy().items()
+        return bool((generation < self.generation[slot]).any()) or any(
+            bool(((slot == there) & (generation == awaited)).any()) for there, awaited in lacking
+        )
 
     def is_ready(self, slot: np.ndarray, generation: np.ndarray, layer: int) -> bool:
         """True if all rows' adapters have this layer."""

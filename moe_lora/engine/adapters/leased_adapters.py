@@ -59,6 +59,8 @@ class LeasedAdapters(AdapterStore):
         self._held: dict[int, AdapterVersion] = {}
         self._mapped: dict[str, PackedAdapter] = {}
         """By content hash, to restore the server's host store after a loss."""
+        self.discard: Callable[[str], None] = lambda content_hash: None
+        """Called with the content of a refused load."""
         self._leases = server.leases(self._take, self._fail)
         self._moving: tuple[str, Future[None]] | None = None
 
@@ -71,28 +73,20 @@ class LeasedAdapters(AdapterStore):
 
         Thread-safe.  Raises CapacityError for an adapter beyond the server's capacity.
         """
-        self._server.store.put(packed)
+        packed = self._stored(packed)
         with self._lock:
             self._prepared[packed.content_hash] = packed
         self._register(packed)
         return packed
 
     def undo_prepare(self, packed: PackedAdapter) -> None:
-        """The server's host store keeps the content for all instances."""
         if self._prepared.pop(packed.content_hash, None) is not None:
             self._unregister(packed.content_hash)
+        self.discard(packed.content_hash)
 
     def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
         """Mapped from the server's host store; registered unless the leases know it.  Raises as `prepare`."""
-        content_hash, store = packed.content_hash, self._server.store
-        store.put(packed)
-        try:
-            mapped = store.get(content_hash, packed.name)
-        except AdapterError as error:
-            logger.warning("adapter %s is written again: %s", packed.name, error)
-            store.remove(content_hash)
-            store.put(packed)
-            mapped = store.get(content_hash, packed.name)
+        content_hash, mapped = packed.content_hash, self._stored(packed)
         if not self._leases.knows(content_hash):
             self._register(packed)
         packed = super().keep(mapped, path)
@@ -107,6 +101,18 @@ class LeasedAdapters(AdapterStore):
             del self._mapped[content_hash]
             self._unregister(content_hash)
 
+    def _stored(self, packed: PackedAdapter) -> PackedAdapter:
+        """Mapped from the server's host store, which restores a file that a late drop deletes."""
+        content_hash, store = packed.content_hash, self._server.store
+        store.put(packed)
+        try:
+            return store.get(content_hash, packed.name)
+        except AdapterError as error:
+            logger.warning("adapter %s is written again: %s", packed.name, error)
+            store.remove(content_hash)
+            store.put(packed)
+            return store.get(content_hash, packed.name)
+
     def _register(self, packed: PackedAdapter) -> None:
         leases = None
         while leases is not self._leases:  # a move may have replaced them
@@ -116,6 +122,7 @@ class LeasedAdapters(AdapterStore):
             except CapacityError as error:
                 if leases is self._leases:
                     self._prepared.pop(packed.content_hash, None)
+                    self.discard(packed.content_hash)
                     about = f"adapter {packed.name!r} of {packed.nbytes / 1e9:.6f} GB"
                     raise type(error)(f"{about} can't be served by the LoRA Server: {error}") from error
 

@@ -40,14 +40,24 @@ Threads: TypeAlias = tuple[ThreadPoolExecutor, ThreadPoolExecutor]
 """For quick masks and for slow masks."""
 
 
+def sole_token(words: np.ndarray) -> int | None:
+    """The token of a mask that allows a single token."""
+    (places,) = words.nonzero()
+    if len(places) != 1 or (bits := int(words[places[0]])) & (bits - 1):
+        return None
+    return BITS * int(places[0]) + bits.bit_length() - 1
+
+
 class Follower:
     """A grammar's state after the answer so far.
 
     ends: tokens that may end an answer.
     """
 
-    def __init__(self, matcher: LLMatcher, ends: Seq[int], eos: Seq[int], vocab_size: int) -> None:
-        self._matcher = matcher
+    def __init__(
+        self, matcher: LLMatcher, tokenizer: LLTokenizer, ends: Seq[int], eos: Seq[int], vocab_size: int
+    ) -> None:
+        self._matcher, self._tokenizer = matcher, tokenizer
         self._ends, self._eos = tuple(ends), tuple(eos)
         self._vocab_size = vocab_size
         self._is_complete = False
@@ -69,6 +79,11 @@ class Follower:
         else:
             found = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint32)[: len(words)]
             words[: len(found)] = found
+            only = sole_token(words)
+            if only is not None and not matcher.validate_tokens([only]):
+                # llguidance forces an added token of the same text, and then refuses the token.
+                start = self._tokenizer.tokenize_bytes(matcher.compute_ff_bytes()[:1])
+                words = bits_of(start, self._vocab_size)
             for token in self._eos:
                 words[token // BITS] &= ~np.uint32(1 << token % BITS)
             allowed = self._ends if matcher.is_accepting() else ()
@@ -121,10 +136,7 @@ class GrammarSequence(EditedSequence):
         except Exception:  # late, or failed: the step's draw handles both
             return None
         words, _, problem = self._mask(vocab_size, eos_token_ids)
-        (places,) = words.nonzero()
-        if problem is not None or len(places) != 1 or (bits := int(words[places[0]])) & (bits - 1):
-            return None
-        return BITS * int(places[0]) + bits.bit_length() - 1
+        return sole_token(words) if problem is None else None
 
     def _submit(self, tokens: Seq[int], before: Future[Mask] | None) -> None:
         spent_s = 0.0
@@ -196,7 +208,7 @@ class Grammars:
         matcher = compiled.result().deep_copy()
         ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else info.eos_token_ids)}
         made = GrammarSequence(request, *rest)
-        follower = Follower(matcher, sorted(ends), info.eos_token_ids, info.vocab_size)
+        follower = Follower(matcher, self._tokenizer, sorted(ends), info.eos_token_ids, info.vocab_size)
         made.follow(follower, self._threads, self._wake)
         return made
 

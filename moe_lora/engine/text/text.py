@@ -312,18 +312,26 @@ class StopMatcher:
         self._longest = max(map(len, self._stop), default=0)
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """(released text, the stop string at its end or None; no push may follow)."""
+    def push(self, text: str, *, searches: bool = True) -> tuple[str, str | None]:
+        """(released text, the stop string at its end or None; no push may follow).
+
+        searches: False passes over stop strings that end in this text.
+        """
+        first = len(self._held) + 1  # least end of a stop string
         text = self._held + text
         self._held = ""
-        found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        found = [
+            (at + len(stop), at, stop)
+            for stop in self._stop
+            if searches and (at := text.find(stop, max(0, first - len(stop)))) >= 0
+        ]
         if found:
             _, at, stop = min(found)
             return text[:at], stop
         # Places that begin no stop string are released: each is tried once, beside the held one.
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             tail = text[start:]
-            if any(stop.startswith(tail) for stop in self._stop):
+            if any(len(tail) < len(stop) and stop.startswith(tail) for stop in self._stop):
                 text, self._held = text[:start], tail
                 break
         return text, None
@@ -345,7 +353,7 @@ class TextDelta(msgspec.Struct, frozen=True):
 class TextStream:
     """Text of one request, ended by stop strings.
 
-    min_tokens: first position of stop strings, as for stop ids.
+    min_tokens: first position of a stop string's end, as for stop ids.
     """
 
     def __init__(
@@ -369,9 +377,7 @@ class TextStream:
         text = ""
         for used, piece in enumerate(pieces, 1):
             self._num_tokens += 1
-            stop = None
-            if self._num_tokens >= self._min_tokens:
-                piece, stop = self._matcher.push(piece)
+            piece, stop = self._matcher.push(piece, searches=self._num_tokens >= self._min_tokens)
             text += piece
             if stop is not None:
                 return TextDelta(text, used, stop)

@@ -272,11 +272,11 @@ class Endpoints:
         return Response()
 
     async def health_generate(self, request: Request) -> Response:
-        """200 after a token of the base model, or under a full pause."""
+        """200 after a token of the base model, in a full pause, and asleep."""
         client = self._frontend.client
         if not await client.is_alive():
             raise ApiError(503, "no engine is running or gets on; see the server's log")
-        if await self._is_paused(""):
+        if await self._is_paused("") or await self._call("sleep_orders"):
             return Response()
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         asked = GenerateRequest(request_id=uuid.uuid4().hex, prompt_token_ids=(0,), sampling=sampling)

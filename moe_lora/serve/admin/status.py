@@ -31,6 +31,7 @@ from moe_lora.serve.openai.protocol import ApiModel, Text
 if TYPE_CHECKING:
     from moe_lora.core.records import ServerState
 
+NO_ENGINE = "no engine is running or gets on; if the server's log names no restart, restart the server"
 RESTART_S = 300.0
 RestartLimit = Annotated[float, Query(gt=0, le=3600)]
 Layout = Annotated[str, Query(max_length=32)]
@@ -55,16 +56,15 @@ class MigrateRequest(ApiModel):
 def status_router(frontend: Frontend) -> APIRouter:
     router = APIRouter(tags=["status"], route_class=bounded_route(frontend.limits))
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", response_model=None)
     async def health() -> Response:
         """200 while the engine works, else 503."""
         if not await frontend.client.is_alive():
-            raise ApiError(
-                503,
-                "no engine is running or gets on; if the server's log names no restart, restart the server",
-            )
+            raise ApiError(503, NO_ENGINE)
         return Response()
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready", response_model=None)
     async def ready() -> Response:
         """200 while the engine works and no shutdown has begun, else 503."""
@@ -73,6 +73,7 @@ def status_router(frontend: Frontend) -> APIRouter:
         await health()
         return Response(headers=cluster_headers(os.environ.get(CLUSTER_MARK)))
 
+    @router.head("/live", include_in_schema=False)
     @router.get("/live", response_model=None)
     async def live() -> Response:
         """200 while the server answers; else restart it."""

@@ -580,6 +580,9 @@ class RequestIds:
             return send(message)
 
         app = partial(allow_origin, self._app, self._origins) if "origin" in headers else self._app
+        if headers.get("content-encoding", "identity").lower() not in ("identity", ""):
+            what = f"Content-Encoding: {headers['content-encoding']} is not read; send the body uncompressed"
+            app = JsonResponse(ApiError(415, what).body_for(scope["path"]), 415)
         await app(scope, receive, named)
 
 

@@ -92,6 +92,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
             "repetition_min_count",
             "routed_experts_prompt_start",
             "routed_experts_start_len",
+            "top_a",
             "top_logprobs_num",
         ),
         (None, 0),
@@ -103,7 +104,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(("chat_template", "prompt_embeds", "stop_regex", "suffix"), (None, "")),
     **dict.fromkeys(
-        ("documents", "functions", "logits_processors", "token_ids_logprob", "tools"), (None, [])
+        ("documents", "functions", "logits_processors", "models", "token_ids_logprob", "tools"), (None, [])
     ),
     **dict.fromkeys(
         (

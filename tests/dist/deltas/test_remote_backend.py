@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import torch
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
+from moe_lora.dist.lora_server import orders
 from moe_lora.engine.step.execution_context import ExecutionContext
 from moe_lora.kernels.operands import KvLayout, SlotTable, StepTables
 from moe_lora.lora.backend import AddTo, LoraBackend, RoutedBackend
@@ -20,6 +24,7 @@ from moe_lora.lora.row_routing import Lease, RoutedAdapter, RowRouting, Source, 
 from tests.dist.lora_server.cluster import CPU, Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
 from tests.grids import diagonal
+from tests.patience import PATIENCE_S
 from tests.slots import write_slot
 
 NUM_ROWS, LAYERS = 37, (0, 3)
@@ -183,6 +188,62 @@ def test_rank_that_is_gone_is_made_up_for_and_used_again_when_it_is_back():
         until(lambda: client.links[1].session not in (None, first), "the link is made again")
         assert_equal(outputs(client.backend, shape, leased, 1), expected)
         assert client.backend.num_fallback_rows == num_rows, "the rank was told what is resident"
+
+
+def test_rows_are_computed_here_while_their_adapter_travels_to_a_rank(tmp_path, monkeypatch):
+    """The second rank is on another host, and the content comes when the test says so."""
+    may_come, receive = threading.Event(), orders.receive_blocks
+
+    async def held(*given) -> None:
+        await receive(*given)
+        await asyncio.to_thread(may_come.wait, PATIENCE_S)
+
+    monkeypatch.setattr(orders, "receive_blocks", held)
+    shape = model_shape()
+    adapters = [random_adapter("a", shape), random_adapter("b", shape)]
+    rows = random_rows(len(adapters), 1)
+    with Cluster(shape, "EP2-PP1", answer_timeout_s=2 * PATIENCE_S) as cluster:
+        cluster.stop(1)
+        shared = cluster.config
+        cluster.config = replace(shared, store_dir=str(tmp_path / "rank"))
+        server_store = cluster.start(1).loop.server_store
+        cluster.config = shared
+        cluster.put(*adapters)
+        client = cluster.client()
+        leases = cluster.granted(client, adapters)
+        leased = leased_routing(shape, rows, adapters, leases)
+        expected = outputs(local_backend(shape, adapters), shape, local_routing(shape, rows), 1)
+        assert_equal(outputs(client.backend, shape, leased, 1), expected)
+        num_rows = client.backend.num_fallback_rows
+        assert num_rows > 0
+        assert not may_come.is_set()
+        may_come.set()
+        until(lambda: all((server_store.loaded[one.slot] == one.generation).all() for one in leases))
+        assert_equal(outputs(client.backend, shape, leased, 1), expected)
+        assert client.backend.num_fallback_rows == num_rows
+
+
+@pytest.mark.parametrize(("answer_timeout_s", "limit_s"), [(2.0, 2.0), (30.0, 3.0)])
+def test_put_to_a_stuck_rank_stops_the_step_for_a_short_limit(answer_timeout_s, limit_s):
+    """Over gloo: another thread has the connection, and its peer is frozen."""
+    shape, rows, limits = model_shape(), random_rows(1, 1), []
+    adapters = [random_adapter("a", shape)]
+
+    class Held:
+        def acquire(self, timeout: float) -> bool:
+            limits.append(timeout)
+            return False
+
+    with Cluster(shape, transport="gloo", answer_timeout_s=answer_timeout_s) as cluster:
+        cluster.put(*adapters)
+        client = cluster.client()
+        leased = leased_routing(shape, rows, adapters, cluster.granted(client, adapters))
+        session = client.links[0].session
+        session._requests.window.link._lock = Held()
+        expected = outputs(local_backend(shape, adapters), shape, local_routing(shape, rows), 1)
+        assert_equal(outputs(client.backend, shape, leased, 1), expected)
+        assert limits == [limit_s], "the first put breaks the session off"
+        assert session.broken
 
 
 def begin_some(backend: LoraBackend, shape: ModelShape, routing: RowRouting, num_sites: int) -> None:

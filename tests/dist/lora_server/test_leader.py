@@ -18,7 +18,7 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.leases.leases import LeaseTable
 from moe_lora.core.errors import AdapterNotFoundError, CapacityError, LoraServerError, StorageError
 from moe_lora.core.records import ServerState
-from moe_lora.dist.lora_server import content
+from moe_lora.dist.lora_server import content, leader
 from moe_lora.dist.lora_server.attach import NUM_REGISTERS, LeaseClient
 from moe_lora.dist.lora_server.control import called, join, network
 from moe_lora.dist.lora_server.leader import Leader, OwnRank
@@ -682,6 +682,68 @@ def test_content_goes_to_a_leader_and_from_it_to_ranks_of_other_hosts(tmp_path):
         granted(leases, "a")  # asked for before the content had come again
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_an_adapter_whose_content_travels_to_the_leader_delays_no_other_lease(tmp_path, monkeypatch, is_lost):
+    """At the registration, and after the leader has lost the file."""
+    arrives, may_arrive, receive = threading.Event(), threading.Event(), leader.receive_blocks
+
+    async def held(peer, store, adapter_id: str, number: int) -> None:
+        if adapter_id == "a":
+            arrives.set()
+            await asyncio.to_thread(may_arrive.wait, PATIENCE_S)
+        await receive(peer, store, adapter_id, number)
+
+    with Cluster(SHAPE, store_dir=str(tmp_path / "leader"), capacity=2) as cluster:
+        client = cluster.client("one", store_dir=str(tmp_path / "client"))
+        for adapter_id in "ab":
+            client.store.put(random_adapter(adapter_id, SHAPE))
+        leases = cluster.leases(client)
+        leases.register("b")
+        if is_lost:
+            leases.register("a")
+            HostStore(tmp_path / "leader").remove("a")
+        monkeypatch.setattr(leader, "receive_blocks", held)
+        loading = threading.Thread(target=leases.register, args=("a",))
+        if is_lost:
+            leases.acquire("a")
+        else:
+            loading.start()
+        assert arrives.wait(PATIENCE_S)
+        leases.acquire("b")
+        granted(leases, "b")
+        assert not may_arrive.is_set()
+        may_arrive.set()
+        if not is_lost:
+            loading.join(PATIENCE_S)
+            leases.acquire("a")
+        granted(leases, "a")
+        server_store, lease = cluster.rank(0).loop.server_store, leases.lease("a")
+        until(lambda: (server_store.loaded[lease.slot] == lease.generation).all())
+    assert not leases._tasks
+
+
+def test_a_transfer_that_is_cut_is_repeated_on_another_connection(tmp_path, monkeypatch):
+    cuts, receive = [], leader.receive_blocks
+
+    async def cut_once(peer, *given) -> None:
+        if not cuts:
+            cuts.append(peer.name)
+            peer.abort("cut")
+        await receive(peer, *given)
+
+    with Cluster(SHAPE, store_dir=str(tmp_path / "leader"), capacity=2) as cluster:
+        client = cluster.client("one", store_dir=str(tmp_path / "client"))
+        client.store.put(random_adapter("a", SHAPE))
+        leases = cluster.leases(client)
+        peer = leases._peer
+        monkeypatch.setattr(leader, "receive_blocks", cut_once)
+        leases.register("a")
+        leases.acquire("a")
+        granted(leases, "a")
+        assert cuts == ["one/0"]
+        assert leases._peer is peer, "the leases stay"
+
+
 def test_dropped_content_is_deleted_on_all_hosts_with_its_last_registration(tmp_path):
     """Four stores; of 20 versions each keeps the registered one."""
     with Cluster(SHAPE, "EP2-PP1", store_dir=str(tmp_path / "leader"), capacity=2) as cluster:
@@ -732,6 +794,31 @@ def test_content_that_is_registered_again_outlasts_an_earlier_drop(cluster):
     assert "a" in store
     one.drop("a")
     until(lambda: "a" not in store)
+
+
+@pytest.mark.parametrize("comes_again", [False, True])
+def test_a_drop_that_waits_for_an_instance_is_carried_out_when_the_instance_ends(cluster, comes_again):
+    one, store = joined(cluster, "one", "ab"), HostStore(cluster.config.store_dir)
+    hello = cluster.client("two")._hello
+
+    async def end_two() -> None:
+        place = cluster.config.address, None, hello, PATIENCE_S, "join_instance", "two"
+        two = await join(*place)
+        for adapter_id in "abc":
+            assert await called(two, "register", adapter_id)
+        await called(two, "acquire", "c", *ANYBODY)
+        for adapter_id in "ac":
+            await called(two, "drop", adapter_id)
+        assert "c" in store, "an instance has requests of this version"
+        if comes_again:
+            two = await join(*place)
+        two.end()
+
+    network().run(end_two(), PATIENCE_S)
+    until(lambda: "c" not in store)
+    assert settled(one).num_resident == 0
+    assert "a" in store
+    assert "b" in store
 
 
 def test_adapter_too_large_for_the_server_is_refused_by_the_size_it_needs():

@@ -316,6 +316,33 @@ def test_content_that_comes_after_the_eviction_is_not_brought_back(rank, file):
     assert stale(rank.server_store, 0, 1)
 
 
+@pytest.mark.parametrize("end", ["content", "evict", "new leader", "late"])
+def test_content_on_the_way_is_refused_until_its_load(rank, file, end):
+    progress = []
+    rank.server_store.on_progress = lambda: progress.append(stale(rank.server_store, 0, 1))
+    assert not stale(rank.server_store, 0, 1)
+    rank.hear(load_order(1))
+    assert progress == [True], "the data loop looks again"
+    assert not stale(rank.server_store, 0, 2)
+    assert not stale(rank.server_store, 1, 1)
+    if end == "content":
+        rank.regain(file)
+        assert not stale(rank.server_store, 0, 1), "its layers come"
+        rank.server_store.await_content(0, 1, rank.server_store.epoch)
+        assert not stale(rank.server_store, 0, 1), "too late"
+    elif end == "evict":
+        rank.hear(EvictOrder(0, 1))
+        assert stale(rank.server_store, 0, 1)
+        assert not stale(rank.server_store, 0, 2)
+    elif end == "new leader":
+        rank.orders.start_over(0)
+        assert not stale(rank.server_store, 0, 1)
+    else:
+        rank.orders.start_over(0)
+        rank.server_store.await_content(0, 1, rank.server_store.epoch - 1)
+        assert not stale(rank.server_store, 0, 1)
+
+
 @pytest.mark.parametrize("outcome", ["read", "damaged"])
 def test_load_that_hangs_across_a_new_session_with_the_leader_writes_over_nobody(
     rank, file, monkeypatch, outcome

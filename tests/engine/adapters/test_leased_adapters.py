@@ -3,16 +3,25 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from moe_lora.adapters.contents import AdapterContents
+from moe_lora.adapters.host_store import HostStore
+from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.config import EngineConfig
 from moe_lora.core.errors import CapacityError, LoraServerError
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
+from moe_lora.engine.adapters.make_store import make_store
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
 from tests.dist.lora_server.test_leader import settled
@@ -341,6 +350,114 @@ def test_damaged_file_in_the_store_is_written_again(leases):
     adapter = add(leases, "a", 1)
     held(leases, adapter)
     assert adapter.lease is not None
+
+
+def test_a_load_goes_on_beside_the_drop_of_an_earlier_version(cluster, leases, monkeypatch):
+    """The leader deletes the file after the load has put it."""
+    store, is_put, remove = cluster.rank(0)._store, threading.Event(), HostStore.remove
+    put = leases._server.store.put
+
+    def remove_later(removing: HostStore, content_hash: str) -> None:
+        assert removing is not store or is_put.wait(PATIENCE_S)
+        remove(removing, content_hash)
+
+    def noted(packed: PackedAdapter) -> bool:
+        found = put(packed)
+        is_put.set()
+        return found
+
+    leases.forget(leases.keep(random_adapter("a", SHAPE)))
+    monkeypatch.setattr(HostStore, "remove", remove_later)
+    monkeypatch.setattr(leases._server.store, "put", noted)
+    leases.delete("a")
+    again = AdapterVersion(2, 1, leases.keep(leases.prepare(random_adapter("a", SHAPE))), None)
+    held(leases, again)
+    assert again.lease is not None
+    assert "a" in store
+
+
+def test_a_drop_while_a_load_maps_the_file_has_the_file_written_again(leases, monkeypatch):
+    """After the header is read, before the data is."""
+    mapped, store, from_file = [], leases._server.store, torch.UntypedStorage.from_file
+
+    def dropped(path, *given, **words):
+        if not mapped:
+            store.remove("a")
+        mapped.append(path)
+        return from_file(path, *given, **words)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", dropped)
+    adapter = AdapterVersion(1, 1, leases.keep(leases.prepare(random_adapter("a", SHAPE))), None)
+    held(leases, adapter)
+    assert adapter.lease is not None
+    assert len(mapped) > 1
+    assert "a" in store
+
+
+def test_content_that_a_late_drop_deletes_after_its_arrival_is_sent_again(cluster, leases, monkeypatch):
+    """As a rank of the leader's host does."""
+    store, adopted = cluster.rank(0)._store, []
+    adopt, shared = store.adopt, leases._server.store
+
+    def dropped(content_hash: str, blocks) -> None:
+        adopt(content_hash, blocks)
+        adopted.append(content_hash)
+        if len(adopted) == 1:
+            store.remove(content_hash)
+
+    monkeypatch.setattr(store, "adopt", dropped)
+    shared.put(random_adapter("a", SHAPE))
+    mapped = shared.get("a", "a")
+    shared.remove("a")
+    leases._leases.register(mapped.content_hash)
+    assert leases._leases.knows("a")
+    assert adopted == ["a", "a"]
+
+
+@pytest.fixture
+def made(cluster) -> Iterator[tuple[LeasedAdapters, AdapterContents]]:
+    """As an engine makes both."""
+    config, rank = EngineConfig(model_dir="none"), SimpleNamespace(lora_server=cluster.client("one"))
+    contents = AdapterContents(SHAPE, torch.float32, rank.lora_server.store)
+    with ExitStack() as undo:
+        store = make_store(config, rank, *(SimpleNamespace(),) * 2, contents, SimpleNamespace(), undo)
+        yield store, contents
+    store.close()
+
+
+def test_a_load_that_the_server_refuses_leaves_no_file_and_no_memory(made):
+    leases, contents = made
+
+    def refused() -> weakref.ref[PackedAdapter]:
+        large = random_adapter("large", SHAPE, 500)
+        contents.store.put(large)
+        with pytest.raises(CapacityError, match="can't be served by the LoRA Server"):
+            leases.prepare(large)
+        return weakref.ref(large)
+
+    large = refused()
+    settled(leases._leases)
+    assert list(contents.store.directory.iterdir()) == []
+    gc.collect()
+    assert large() is None
+    assert list(contents.store._mapped) == []
+
+
+def test_a_load_that_the_engine_refuses_leaves_no_file_unless_a_name_uses_it(made):
+    leases, contents = made
+    served = leases.keep(leases.prepare(random_adapter("a", SHAPE)))
+    contents.serve("name", "a")
+    for name in "ab":
+        leases.undo_prepare(leases.prepare(random_adapter(name, SHAPE)))
+    kept = leases.keep(leases.prepare(random_adapter("c", SHAPE)))  # as beside too few pages of the engine
+    leases.forget(kept)
+    leases.undo_prepare(kept)
+    settled(leases._leases)
+    assert [one in contents.store for one in "abc"] == [True, False, False]
+    assert leases._leases._registered == {served.content_hash}
+    leases.forget(served)
+    settled(leases._leases)
+    assert "a" in contents.store, "the name may return to this content"
 
 
 def test_leases_are_forgotten_with_their_adapter(leases):

@@ -17,10 +17,18 @@ from llguidance import LLMatcher
 
 from moe_lora import LLM, GenerationError, SamplingParams
 from moe_lora.core.request import GenerateRequest
-from moe_lora.engine.step.grammar_masks import Grammars
-from moe_lora.engine.text.grammars import choice_grammar, json_grammar, regex_grammar, text_grammar
+from moe_lora.engine.step.grammar_masks import Follower, Grammars, sole_token
+from moe_lora.engine.text.grammars import (
+    choice_grammar,
+    grammar_tokenizer,
+    json_grammar,
+    matcher_of,
+    regex_grammar,
+    text_grammar,
+)
 from tests.grids import with_quick
 from tests.patience import PATIENCE_S
+from tests.small_tokenizers import byte_level, wrapped
 
 DEMO = Path(__file__).parents[3] / "demo"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}}}
@@ -138,6 +146,44 @@ def test_an_answer_goes_on_elsewhere_within_its_grammar(llm):
             output = outputs[cut].get(timeout=PATIENCE_S)
             tokens, is_over = (*tokens, *output.token_ids), output.finish_reason is not None
         assert tokens == whole.token_ids
+
+
+TEXTS_WITH_SPECIAL_TOKENS = [
+    regex_grammar("a<s>b</s>(<pad>)?"),
+    choice_grammar(["<unk>", "<pad>"]),
+    json_grammar({"const": {"a": "<s> or </s>"}}),
+    json_grammar({"type": "object", "properties": {"<s>": {"enum": ["</s>"]}}, "required": ["<s>"]}),
+    text_grammar('start: "x</s>" /[ab]/'),
+]
+
+
+def test_text_that_reads_as_a_special_token_is_spelled(llm):
+    answers = llm.generate(["hello"] * 5, None, [hot(one) for one in TEXTS_WITH_SPECIAL_TOKENS])
+    assert [one.finish_reason for one in answers] == ["stop"] * 5
+    patterns = ["a<s>b</s>(<pad>)?", "<unk>|<pad>", r"\{.*<s> or </s>.*\}", r"\{.*<s>.*</s>.*\}", "x</s>[ab]"]
+    for answer, pattern in zip(answers, patterns, strict=True):
+        assert re.fullmatch(pattern, answer.text, re.DOTALL)
+        assert not set(answer.token_ids[:-1]) & llm.tokenizer.special_ids
+
+
+def test_forced_text_with_an_added_token_is_spelled_by_plain_tokens():
+    """Also with an added token for a part of a longer token's bytes, and the end as text."""
+    tokenizer = wrapped(byte_level())
+    added = ["<think>", "</think>", "the"]
+    tokenizer.backend.add_tokens(added)
+    size, eos = tokenizer.vocab_size, tokenizer.eos_token_ids
+    masks = grammar_tokenizer(tokenizer, size, eos)
+    grammar = regex_grammar("<think>\nthe</s></think>\nthe fox")
+    follower = Follower(matcher_of(grammar, masks), masks, eos, eos, size)
+    tokens: list[int] = []
+    while not tokens or tokens[-1] not in eos:
+        mask = follower.advance(tokens[-1:])
+        assert mask.problem is None
+        found = sole_token(mask.words)
+        tokens.append(next(one for one in range(size) if mask.words[one // 32] >> one % 32 & 1))
+        assert found in (None, tokens[-1])
+    text = tokenizer.decode(tokens[:-1], skip_special_tokens=False)
+    assert text == "<think>\nthe</s></think>\nthe fox"
 
 
 def test_a_grammar_that_the_vocabulary_cannot_spell_ends_its_request_alone(llm):

@@ -158,6 +158,26 @@ def test_stop_strings_before_min_tokens_do_not_count():
     assert (delta.text, delta.stop) == ("hello th", "e")
 
 
+@pytest.mark.parametrize("min_tokens", range(13))
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_stop_string_counts_if_it_ends_from_min_tokens_on(min_tokens, at_once):
+    """A stop string wholly before, also as part of another, does not count."""
+    ids, ends = CHARACTERS.encode("hello there")[1:], {"e": (2, 9, 11), "llo": (5,), "lo the": (9,)}
+    want = min(((end, stop) for stop in ends for end in ends[stop] if end >= min_tokens), default=None)
+    if want == (9, "e"):
+        want = (9, "lo the")  # begins earlier
+    texts, text, num, stopped = TextStream(CHARACTERS, stop=list(ends), min_tokens=min_tokens), "", 0, None
+    for part in [ids] if at_once else [[one] for one in ids]:
+        if stopped is None:
+            delta = texts.push(part)
+            text, num, stopped = text + delta.text, num + delta.num_tokens, delta.stop
+    if want is None:
+        assert (text + texts.flush().text, stopped) == ("hello there", None)
+    else:
+        end, stop = want
+        assert (text, num, stopped) == ("hello there"[: end - len(stop)], end, stop)
+
+
 def test_a_held_back_beginning_of_a_stop_string_comes_at_the_end():
     texts = TextStream(CHARACTERS, stop=["rest"])
     assert texts.push(CHARACTERS.encode("hello there")[1:]).text == "hello the"
