@@ -55,9 +55,8 @@ class ServerSession:
         self,
         name: str,
         instance: str,
-        transport: Transport,
         requests: Window,
-        answers: RemoteWindow,
+        answers: PeerFrames,
         layout: FrameLayout,
         depth: int,
         client_rank: int = 0,
@@ -65,7 +64,7 @@ class ServerSession:
         self.name, self.client_rank = name, client_rank
         self.instance = instance_number(instance)
         self.requests = requests
-        self.answers = PeerFrames(transport, answers, layout.answer_bytes, depth)
+        self.answers = answers
         self.layout = layout
         self.on_drop: Callable[[], object] = lambda: None
         self.handled = 0

@@ -15,6 +15,7 @@ from moe_lora.dist.deltas.session import (
     HEADER_BYTES,
     ClientSession,
     FrameLayout,
+    PeerFrames,
     Sent,
     SessionLostError,
     check_ids,
@@ -63,8 +64,9 @@ class Client:
             self.transport, self.transport.attach(requests.descriptor()), answers, LAYOUT, DEPTH, 20.0
         )
         there = stage.transport.attach(answers.descriptor())
+        frames = PeerFrames(stage.transport, there, LAYOUT.answer_bytes, DEPTH)
         self.dropped = threading.Event()
-        self.served = ServerSession(instance, instance, stage.transport, requests, there, LAYOUT, DEPTH)
+        self.served = ServerSession(instance, instance, requests, frames, LAYOUT, DEPTH)
         self.served.on_drop = self.dropped.set
 
     def send(
