@@ -245,7 +245,7 @@ class LayerShard:
             out[target:].as_strided((num_rows, width), (out_stride, 1)).copy_(part)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def entry_widths(held: ModelShape | ModelShard) -> tuple[np.ndarray, np.ndarray]:
     """Row widths of A and B, outer and column sites included: [X] int64 each."""
     shape = held.shape if isinstance(held, ModelShard) else held
@@ -259,7 +259,7 @@ def entry_widths(held: ModelShape | ModelShard) -> tuple[np.ndarray, np.ndarray]
     return a_width, b_width
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def _held_columns(shard: ModelShard) -> np.ndarray:
     """[2, X, C, 2] int64: per entry of A and B, (first, number) of column ranges."""
     whole = shard.whole

@@ -25,7 +25,7 @@ from moe_lora.core.shard import ModelShard
 from moe_lora.core.teardown import end_at_hang_up, run_child
 from moe_lora.dist.deltas.frame_slots import Compute, FrameSlots
 from moe_lora.dist.deltas.host_deltas import FailureLog, HostDeltas
-from moe_lora.dist.deltas.session import DONE, STALE, DeltaRequest, FrameLayout
+from moe_lora.dist.deltas.session import DONE, STALE, DeltaRequest, FrameLayout, PeerFrames
 from moe_lora.dist.lora_server.data_loop import ServerSession
 from moe_lora.dist.transport.shm import ShmTransport
 from moe_lora.lora.row_routing import RoutedAdapter, content_prefix
@@ -123,7 +123,8 @@ def serve(connection: Connection) -> None:
         connection.send(None)
     else:
         requests = transport.alloc("requests", setup.depth * layout.request_bytes, 1)
-        session = ServerSession(setup.name, setup.name, transport, requests, answers, layout, setup.depth)
+        frames = PeerFrames(transport, answers, layout.answer_bytes, setup.depth)
+        session = ServerSession(setup.name, setup.name, requests, frames, layout, setup.depth)
         serve_next = partial(_serve_next, transport, session)
         connection.send(requests.descriptor())
     end_at_hang_up(connection.fileno(), partial(_remove_store, setup))

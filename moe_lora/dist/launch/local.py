@@ -216,8 +216,9 @@ async def local_lora_server(
         yield cluster
         return
 
-    from moe_lora.core.partition import Layout, Partition
     from moe_lora.families import shape_of
+
+    from .server_role import checked_partition
 
     cluster = placed(cluster)
     config = cluster.engine
@@ -226,10 +227,7 @@ async def local_lora_server(
         kept = stack.enter_context(run_folder(config.state_dir))
         server = replace(given, address=f"{folder}/lora-server", store_dir=str(kept / "adapters"))
         # Check before the start of processes.
-        shape = shape_of(config.hf_config())
-        layout = Layout.parse(server.layout)
-        ranks = config.expert_parallel, config.tensor_parallel
-        Partition(shape, layout, ranks[0], sites=server.sites, tensor_parallel=ranks[1])
+        layout = checked_partition(config, shape_of(config.hf_config()), server).layout
         cluster = replace(cluster, lora_server=server)
         # The file names no other address, so a rank deletes only this folder.
         alone = replace(

@@ -31,7 +31,7 @@ from moe_lora.core.errors import (
     LastProblem,
     LoraServerError,
 )
-from moe_lora.core.partition import Layout, Partition
+from moe_lora.core.partition import Layout
 from moe_lora.dist.cluster.controller.keeper_link import HANDSHAKE, LinkEnd, keeper_socket
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.net.codec import verb
@@ -43,6 +43,7 @@ from moe_lora.families import shape_of
 from .cluster_file import cluster_file, cluster_in, placed, write_cluster
 from .host_roles import HostRoles, server_roles
 from .local import Generation, OwnServer, passed_on
+from .server_role import checked_partition
 
 logger = logging.getLogger(__name__)
 
@@ -130,10 +131,9 @@ class LayoutChange:
                 "again with the other lora_server.layout, or leave device_puts out"
             )
         layout = Layout.parse(text)
-        shape, ranks = shape_of(engine.hf_config()), (engine.expert_parallel, engine.tensor_parallel)
-        Partition(shape, layout, ranks[0], sites=given.sites, tensor_parallel=ranks[1])
         address = os.path.join(os.path.dirname(given.address), f"layout-{next(_numbers)}")
         server = replace(given, layout=str(layout), address=address, capacity=capacity)
+        checked_partition(engine, shape_of(engine.hf_config()), server)
         devices = _without_server(now.devices, layout.num_ranks)
         return placed(replace(now, lora_server=server, devices=devices))
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from moe_lora.config import EngineConfig
+from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.partition import Layout, Partition
@@ -72,7 +72,8 @@ def build_rank(config: EngineConfig, server_rank: int, local_rank: int | None = 
     hf_config = config.hf_config()
     config = resolved(config, hf_config)
     shape = shape_of(hf_config)
-    host = _host_workers_of_server(config, shape)
+    assert config.lora_server is not None
+    host = _host_workers_of_server(config, checked_partition(config, shape, config.lora_server))
     try:
         return ServerRank(config, shape, server_rank, host, local_rank)
     except BaseException:
@@ -81,7 +82,28 @@ def build_rank(config: EngineConfig, server_rank: int, local_rank: int | None = 
         raise
 
 
-def _host_workers_of_server(config: EngineConfig, shape: ModelShape) -> HostWorkers | None:
+def checked_partition(config: EngineConfig, shape: ModelShape, server: LoraServerConfig) -> Partition:
+    """The server's partition.  Raises ConfigError for settings that don't go with divided sites."""
+    numbers = config.expert_parallel, config.tensor_parallel
+    layout = Layout.parse(server.layout)
+    partition = Partition(shape, layout, numbers[0], sites=server.sites, tensor_parallel=numbers[1])
+    if not partition.shards:
+        return partition
+    if server.host_workers:
+        raise ConfigError(
+            f"lora_server.host_workers={server.host_workers} compute whole sites, and tensor_parallel="
+            f"{numbers[1]} divides them; leave lora_server.host_workers out, or for a model with experts "
+            f"give expert_parallel={numbers[1]} and lora_server.sites='experts'"
+        )
+    if config.emulation.step_profile is not None and shape.num_experts and numbers[0] == 1:
+        raise ConfigError(
+            f"emulation.step_profile has times of whole experts, and tensor_parallel={numbers[1]} divides "
+            "the LoRA Server's; leave emulation.step_profile out, or give the same number as expert_parallel"
+        )
+    return partition
+
+
+def _host_workers_of_server(config: EngineConfig, partition: Partition) -> HostWorkers | None:
     from moe_lora.adapters.host_store import HostStore
     from moe_lora.dist.deltas.session import FrameLayout
     from moe_lora.dist.host_workers.workers import HostWorkers, check_cores
@@ -91,16 +113,9 @@ def _host_workers_of_server(config: EngineConfig, shape: ModelShape) -> HostWork
     assert server is not None
     if not server.host_workers:
         return None
-    layout = Layout.parse(server.layout)
-    check_cores(server.host_workers, layout.num_ranks, (), setting="lora_server.host_workers")
-    numbers = config.expert_parallel, config.tensor_parallel
-    partition = Partition(shape, layout, numbers[0], sites=server.sites, tensor_parallel=numbers[1])
-    if partition.shards:
-        raise ConfigError(
-            f"lora_server.host_workers={server.host_workers} compute whole sites, and tensor_parallel="
-            f"{config.tensor_parallel} divides them; leave lora_server.host_workers out, or for a model with "
-            f"experts give expert_parallel={config.tensor_parallel} and lora_server.sites='experts'"
-        )
+    num_ranks = Layout.parse(server.layout).num_ranks
+    check_cores(server.host_workers, num_ranks, (), setting="lora_server.host_workers")
+    shape = partition.shape
     has_attention = any(partition.serves(i) for i, site in enumerate(shape.sites) if not site.num_experts)
     if has_attention and config.expert_parallel > 1 and config.device != "cpu":
         raise ConfigError(

@@ -48,24 +48,23 @@ _WARM_RANKS = (64, MAX_CUDA_LORA_RANK)
 class ServerSession:
     """The server's half of a session.
 
-    on_drop: called for a lost client.  client_rank: of the instance.  num_parts: see `ServerAdapterStore`.
+    on_drop: called for a lost client.  client_rank: of the instance.
     """
 
     def __init__(
         self,
         name: str,
         instance: str,
-        transport: Transport,
         requests: Window,
-        answers: RemoteWindow,
+        answers: PeerFrames,
         layout: FrameLayout,
         depth: int,
+        client_rank: int = 0,
     ) -> None:
-        self.name = name
-        self.client_rank, self.num_parts = 0, 1
+        self.name, self.client_rank = name, client_rank
         self.instance = instance_number(instance)
         self.requests = requests
-        self.answers = PeerFrames(transport, answers, layout.answer_bytes, depth)
+        self.answers = answers
         self.layout = layout
         self.on_drop: Callable[[], object] = lambda: None
         self.handled = 0
@@ -342,8 +341,8 @@ class DataLoop:
                 return STALE
             else:
                 slot = np.where(on_host.tokens, -1, slot)
-            if session.num_parts > 1:
-                slot = np.where(slot < 0, -1, slot * session.num_parts + session.client_rank)
+            if server_store.num_parts > 1:
+                slot = np.where(slot < 0, -1, slot * server_store.num_parts + session.client_rank)
             out = session.deltas(request)
             place = slot, server_store.slots, server_store.arena
             request_deltas(request, session.layout.shape, *place, out, kernel=self._lora_kernel)

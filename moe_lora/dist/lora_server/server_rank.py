@@ -21,7 +21,7 @@ from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import ConfigError, LoraServerError, PeerUnreachableError
 from moe_lora.core.partition import Layout, Partition
 from moe_lora.core.shape import ModelShape
-from moe_lora.dist.deltas.session import FrameLayout
+from moe_lora.dist.deltas.session import FrameLayout, PeerFrames
 from moe_lora.dist.net.keys import keys_in
 from moe_lora.dist.net.peer import Peer
 from moe_lora.dist.net.session import stay_connected
@@ -315,8 +315,8 @@ class ServerRank:
                 raise LoraServerError(f"its answer buffers can't be used: {error}") from error
             label = f"requests-{next(self._session_numbers)}"
             requests = self._transport.alloc(label, depth * layout.request_bytes, 1)
-            session = ServerSession(peer.name, instance, self._transport, requests, there, layout, depth)
-            session.client_rank, session.num_parts = client_rank, self.loop.server_store.num_parts
+            frames = PeerFrames(self._transport, there, layout.answer_bytes, depth)
+            session = ServerSession(peer.name, instance, requests, frames, layout, depth, client_rank)
             session.on_drop = partial(loop.call_soon_threadsafe, peer.end, "the session was given up")
             return session
 

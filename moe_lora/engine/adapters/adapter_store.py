@@ -102,10 +102,10 @@ class AdapterStore:
         store: HostStore | None = None,
         before_removal: Callable[[], bool] | None = None,
         host: HostWorkers | None = None,
-        others_fallback_rows: Callable[[], int] = int,
+        others_counts: Callable[[], list[int]] = lambda: [0] * 4,
     ) -> None:
         self.host = host
-        self._others_fallback_rows = others_fallback_rows
+        self._others_counts = others_counts
         self._in_files = in_files
         self._store = store
         self._before_removal = before_removal
@@ -187,7 +187,7 @@ class AdapterStore:
         """Counters by names in `EngineStats`."""
         if self.host is None:
             return {}
-        return {"host_fallback_rows": self.host.backend.num_fallback_rows + self._others_fallback_rows()}
+        return {"host_fallback_rows": self.host.backend.num_fallback_rows + self._others_counts()[0]}
 
     def close(self) -> None:
         """Close the host workers."""

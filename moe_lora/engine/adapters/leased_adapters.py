@@ -49,11 +49,9 @@ class LeasedAdapters(AdapterStore):
         store: HostStore | None = None,
         before_removal: Callable[[], bool] | None = None,
         host: HostWorkers | None = None,
-        others_fallback_rows: Callable[[], int] = int,
+        others_counts: Callable[[], list[int]] = lambda: [0] * 4,
     ) -> None:
-        super().__init__(
-            store=store, before_removal=before_removal, host=host, others_fallback_rows=others_fallback_rows
-        )
+        super().__init__(store=store, before_removal=before_removal, host=host, others_counts=others_counts)
         self._server = server
         self._lock = threading.Lock()
         self._held: dict[int, AdapterVersion] = {}
@@ -177,10 +175,11 @@ class LeasedAdapters(AdapterStore):
 
     def counters(self) -> dict[str, int]:
         backend, pushed = self._server.backend, self._server.pushed
+        _, num_requests, num_fallback_rows, num_host_rows = self._others_counts()
         return {
-            "lora_server_requests": backend.num_requests,
-            "lora_server_fallback_rows": backend.num_fallback_rows,
-            "lora_server_host_rows": backend.num_host_rows,
+            "lora_server_requests": backend.num_requests + num_requests,
+            "lora_server_fallback_rows": backend.num_fallback_rows + num_fallback_rows,
+            "lora_server_host_rows": backend.num_host_rows + num_host_rows,
             "lora_server_put_steps": 0 if pushed is None else pushed.num_steps,
             "lora_server_redone_steps": 0 if pushed is None else pushed.num_redone,
             **super().counters(),

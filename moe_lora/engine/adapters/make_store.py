@@ -82,7 +82,7 @@ def make_store(
 
     options: dict[str, Any] = {}
     if config.num_ranks > 1:
-        options = {"store": store}
+        options = {"store": store, "others_counts": followers.counts}
         if host is not None or config.pool is None:  # all ranks read a pool's file within a load
             options["before_removal"] = all_read
     elif host is not None:
@@ -90,7 +90,7 @@ def make_store(
     elif config.pool is None and rank.lora_server is None and size.num_host_pages:
         options = {"in_files": True, "store": store}
     if host is not None:
-        options |= {"host": host, "others_fallback_rows": followers.host_fallback_rows}
+        options["host"] = host
     if config.pool is not None:
         from .pool_store import PoolAdapters
 

@@ -69,9 +69,9 @@ class PoolAdapters(AdapterStore):
         store: HostStore | None = None,
         before_removal: Callable[[], bool] | None = None,
         host: HostWorkers | None = None,
-        others_fallback_rows: Callable[[], int] = int,
+        others_counts: Callable[[], list[int]] = lambda: [0] * 4,
     ) -> None:
-        super().__init__(host=host, others_fallback_rows=others_fallback_rows)
+        super().__init__(host=host, others_counts=others_counts)
         self._files = store
         self._before_unshare = before_removal
         self._sizes = sizes

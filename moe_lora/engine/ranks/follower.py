@@ -45,7 +45,7 @@ from .followers import (
     RankReport,
     ServerOrder,
     SetUp,
-    host_counts,
+    rank_counts,
     shared_layers,
 )
 from .rank import Rank
@@ -101,7 +101,7 @@ def _obey(
     answers = Answers(connection)
     copies = FollowerCopies(rank.mover, copier, answers.send)
     steps = FollowedSteps(rank, runner, directory)
-    counts = host_counts(directory, rank.dist_rank)
+    counts = rank_counts(directory, rank.dist_rank)
     moves: FollowedMoves | None = None
     while True:
         message = _receive(connection)
@@ -109,6 +109,9 @@ def _obey(
             steps.run(message)
             if host is not None:
                 counts[0] = host.backend.num_fallback_rows
+            if rank.lora_server is not None:
+                there = rank.lora_server.backend
+                counts[1:] = there.num_requests, there.num_fallback_rows, there.num_host_rows
         elif isinstance(message, MergeOrder):
             answers.send(_attempted(partial(runner.swap, message)))
         elif isinstance(message, CaptureSteps):

@@ -158,7 +158,7 @@ class Followers:
         self._ending = threading.Event()
         self._reading = threading.Lock()
         self._folder = folder
-        self._host_counts: list[np.ndarray] = []
+        self._counts: list[np.ndarray] = []
         self._ended: dict[int, _Ended] = {}
         """Orders with an end on some ranks."""
         self.lagging = False
@@ -378,12 +378,12 @@ class Followers:
         self.layers = LoadedLayers(own, others)
         return self.layers
 
-    def host_fallback_rows(self) -> int:
-        """Followers' rows in place of host workers."""
-        if not self._host_counts:
+    def counts(self) -> list[int]:
+        """Sums of the followers' `rank_counts`."""
+        if not self._counts:
             ranks = range(1, len(self._connections) + 1)
-            self._host_counts = [host_counts(self.directory, dist_rank) for dist_rank in ranks]
-        return sum(int(counts[0]) for counts in self._host_counts)
+            self._counts = [rank_counts(self.directory, dist_rank) for dist_rank in ranks]
+        return [int(count) for count in np.sum(self._counts, axis=0)]
 
     def close(self, *, at_once: bool = False) -> None:
         """End all followers, and delete the instance's files.  Idempotent.
@@ -444,7 +444,9 @@ def shared_layers(directory: Path, dist_rank: int, shape: tuple[int, ...]) -> np
     return np.memmap(path, np.bool_, "r+" if path.exists() else "w+", shape=shape)
 
 
-def host_counts(directory: Path, dist_rank: int) -> np.ndarray:
-    """[1] int64, shared: rows of this rank in place of host workers."""
-    path = directory / f"host-counts-{dist_rank}"
-    return np.memmap(path, np.int64, "r+" if path.exists() else "w+", shape=(1,))
+def rank_counts(directory: Path, dist_rank: int) -> np.ndarray:
+    """[4] int64, shared: rows of this rank in place of host workers; then of its backend at the LoRA Server
+    `num_requests`, `num_fallback_rows` and `num_host_rows`."""
+    path = directory / f"counts-{dist_rank}"
+    path.touch()  # no mode that cuts a file which another rank has mapped
+    return np.memmap(path, np.int64, "r+", shape=(4,))

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -11,12 +13,15 @@ import pytest
 
 from moe_lora.adapters.packed import PackedAdapter, entries_of_experts
 from moe_lora.config import EngineConfig, LoraServerConfig
+from moe_lora.config.cluster import ClusterConfig
+from moe_lora.config.optional_parts import EmulationConfig, StepProfile
 from moe_lora.core.errors import ConfigError, LoraServerError
 from moe_lora.core.partition import Layout, Partition
 from moe_lora.core.shape import ModelShape
 from moe_lora.core.shard import ModelShard
 from moe_lora.dist.deltas.session import ClientSession, DeltaRequest, Sent, answer_size
-from moe_lora.dist.launch.server_role import _host_workers_of_server
+from moe_lora.dist.launch import local
+from moe_lora.dist.launch.server_role import build_rank, checked_partition
 from moe_lora.dist.lora_server.attach import LoraServerClient
 from moe_lora.dist.lora_server.control import ask, network
 from moe_lora.dist.lora_server.rank_memory import rank_parts
@@ -26,6 +31,7 @@ from tests.adapters.dense import shard_adapter
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
 from tests.patience import PATIENCE_S
+from tests.serve.demo_server import DEMO
 
 from .test_remote_backend import assert_equal, leased_routing, local_backend, outputs, random_rows
 
@@ -209,8 +215,40 @@ def test_an_instance_of_other_ranks_is_refused():
             cluster.client()
 
 
-def test_host_workers_of_a_server_with_divided_sites_are_refused():
-    server = LoraServerConfig(host_workers=1, sites="all")
-    config = EngineConfig(model_dir="none", dtype="float32", tensor_parallel=2, lora_server=server)
-    with pytest.raises(ConfigError, match="host_workers=1 compute whole sites, and tensor_parallel=2"):
-        _host_workers_of_server(config, DENSE)
+EMULATED = EmulationConfig(step_profile=StepProfile())
+
+
+@pytest.mark.parametrize(
+    ("server", "emulation", "problem"),
+    [
+        ({"host_workers": 1}, EmulationConfig(), "host_workers=1 compute whole sites, and tensor_parallel=2"),
+        ({}, EMULATED, "step_profile has times of whole experts, and tensor_parallel=2 divides"),
+    ],
+)
+def test_parts_of_sites_are_refused_before_processes_start(server, emulation, problem, monkeypatch, tmp_path):
+    monkeypatch.setattr(local, "HostRoles", lambda *_, **__: pytest.fail("started"))
+    config = EngineConfig(
+        model_dir=str(DEMO / "model"),
+        device="cpu",
+        tensor_parallel=2,
+        emulation=emulation,
+        state_dir=str(tmp_path),
+    )
+    settings = LoraServerConfig(**server)
+    cluster = ClusterConfig(engine=config, served_model_name="m", lora_server=settings)
+
+    async def start() -> None:
+        async with local.local_lora_server(cluster):
+            pass
+
+    with pytest.raises(ConfigError, match=problem):
+        asyncio.run(start())
+    with pytest.raises(ConfigError, match=problem):
+        build_rank(replace(config, lora_server=settings), 0)
+
+
+def test_an_emulated_step_goes_with_whole_experts_and_with_dense_sites():
+    config = EngineConfig(model_dir="none", tensor_parallel=2, emulation=EMULATED)
+    server = LoraServerConfig(sites="all")
+    assert checked_partition(config, DENSE, server).shards
+    assert checked_partition(replace(config, expert_parallel=2), MOE, server).shards

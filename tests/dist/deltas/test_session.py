@@ -14,6 +14,7 @@ from moe_lora.dist.deltas.session import (
     STALE,
     ClientSession,
     FrameLayout,
+    PeerFrames,
     Sent,
     SessionLostError,
     lay_out_request,
@@ -42,9 +43,8 @@ class Pair:
             DEPTH,
             answer_timeout_s,
         )
-        self.server = ServerSession(
-            "client", "i", self.there, self.requests, self.there.attach(answers.descriptor()), LAYOUT, DEPTH
-        )
+        frames = PeerFrames(self.there, self.there.attach(answers.descriptor()), LAYOUT.answer_bytes, DEPTH)
+        self.server = ServerSession("client", "i", self.requests, frames, LAYOUT, DEPTH)
 
     def send(self, value: float) -> Sent:
         request = lay_out_request(self.client.frame(), LAYOUT, 0, 0, 2, 0, 2)

@@ -15,6 +15,7 @@ from moe_lora.dist.deltas.session import (
     HEADER_BYTES,
     ClientSession,
     FrameLayout,
+    PeerFrames,
     Sent,
     SessionLostError,
     check_ids,
@@ -42,7 +43,7 @@ class ServerAdapterStore:
         self.generation = np.full(2, 5)
         self.loaded = np.full((2, SHAPE.num_layers), 5)
         self.reading = threading.Lock()
-        self.led = True
+        self.led, self.num_parts = True, 1
         self.slots = SlotTable(2, SHAPE.num_layers, SHAPE.num_entries, CPU)
         self.arena = torch.zeros(64, dtype=torch.uint8)
         self.contents = {slot: (5, RoutedAdapter(f"adapter {slot}", ())) for slot in (0, 1)}
@@ -63,8 +64,9 @@ class Client:
             self.transport, self.transport.attach(requests.descriptor()), answers, LAYOUT, DEPTH, 20.0
         )
         there = stage.transport.attach(answers.descriptor())
+        frames = PeerFrames(stage.transport, there, LAYOUT.answer_bytes, DEPTH)
         self.dropped = threading.Event()
-        self.served = ServerSession(instance, instance, stage.transport, requests, there, LAYOUT, DEPTH)
+        self.served = ServerSession(instance, instance, requests, frames, LAYOUT, DEPTH)
         self.served.on_drop = self.dropped.set
 
     def send(

@@ -13,7 +13,7 @@ import pytest
 from moe_lora.config import EngineConfig, LoraServerConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.launch import server_role
-from moe_lora.dist.launch.server_role import build_rank
+from moe_lora.dist.launch.server_role import build_rank, checked_partition
 from moe_lora.dist.lora_server import data_loop as serving
 from moe_lora.families import shape_of
 
@@ -30,7 +30,7 @@ def test_lora_kernel_reaches_the_data_loop(tmp_path, monkeypatch):
         nothing = np.empty(0, np.int64)
         request = SimpleNamespace(slot=nothing, generation=nothing, layer=0)
         layout = SimpleNamespace(shape=None)
-        session = SimpleNamespace(deltas=lambda request: None, layout=layout, num_parts=1)
+        session = SimpleNamespace(deltas=lambda request: None, layout=layout)
         assert rank.loop._compute(session, request) == serving.DONE
     finally:
         rank.stop()
@@ -53,4 +53,4 @@ def test_host_workers_that_cannot_be_are_refused(settings, host, problem):
     )
     shape = shape_of(json.loads((MODEL / "config.json").read_text()))
     with pytest.raises(ConfigError, match=problem):
-        server_role._host_workers_of_server(config, shape)
+        server_role._host_workers_of_server(config, checked_partition(config, shape, server))

@@ -162,18 +162,31 @@ def test_answers_go_on_with_the_same_tokens_and_no_row_is_computed_by_the_instan
 
 
 @contextmanager
-def two_ranks(monkeypatch, fault: str) -> Iterator[tuple[Driven, Cluster, Cluster]]:
+def two_ranks(
+    monkeypatch, fault: str, numbers: tuple[int, int] = (2, 1)
+) -> Iterator[tuple[Driven, Cluster, Cluster]]:
     """An instance with requests, whose follower has this fault once; the former and the next server."""
     use_faulty_followers(monkeypatch, {fault: 1})
     with (
-        servers("EP2-PP1", "EP4-PP1", ranks=(2, 1)) as (former, following),
-        engine(lora_server=former.config, expert_parallel=2) as core,
+        servers("EP2-PP1", "EP4-PP1", ranks=numbers) as (former, following),
+        engine(lora_server=former.config, expert_parallel=numbers[0], tensor_parallel=numbers[1]) as core,
     ):
         driven = Driven(core)
         for one in requests():
             core.add_request(one)
         driven.step_until(lambda: len(driven.outputs) == 3)
         yield driven, former, following
+
+
+@pytest.mark.parametrize("numbers", [(2, 1), (1, 2)])
+def test_messages_and_rows_of_a_follower_count_too(numbers, monkeypatch):
+    """The counters that other tests hold at 0 see all ranks."""
+    with two_ranks(monkeypatch, "no_session", numbers) as (driven, server, _):
+        assert driven.end() == expected()
+        assert driven.core.stats().lora_server_fallback_rows > 0
+        assert driven.core.rank.lora_server.backend.num_fallback_rows == 0
+        num_answered = sum(server.rank(number).loop.num_requests for number in range(2))
+        until(lambda: driven.core.stats().lora_server_requests == num_answered)
 
 
 def test_a_follower_without_a_connection_keeps_all_ranks_at_the_former_server(monkeypatch):

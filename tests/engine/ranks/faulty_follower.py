@@ -9,9 +9,11 @@ import signal
 import threading
 import time
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 from moe_lora.core.errors import LoraServerError
 from moe_lora.core.teardown import run_child
+from moe_lora.dist.deltas.remote_backend import RemoteBackend
 from moe_lora.engine.adapters.copies import BringAdapter, RankCopier
 from moe_lora.engine.ranks import followers
 from moe_lora.engine.ranks.follower import follow
@@ -119,6 +121,21 @@ def _break_moves() -> None:
     Rank.reach = maybe
 
 
+def _break_links() -> None:
+    send = RemoteBackend._send
+
+    def maybe(self, server, *given):
+        links = self._links
+        if _is_due("no_session"):
+            self._links = {server: SimpleNamespace(session=None)}
+        try:
+            return send(self, server, *given)
+        finally:
+            self._links = links
+
+    RemoteBackend._send = maybe
+
+
 if __name__ == "__main__":
     _left.update(json.loads(os.environ[FAULTS]))
     _break_steps()
@@ -126,4 +143,5 @@ if __name__ == "__main__":
     _break_merges()
     _break_meetings()
     _break_moves()
+    _break_links()
     run_child(lambda fd: follow(Connection(fd)))

@@ -61,6 +61,8 @@ class OtherRank:
         former, self.now = self.now, reached
         return former
 
+    lora_server = None
+
     def execute(self, batch: StepBatch) -> None:
         self.steps.append(self.now.address)
 
