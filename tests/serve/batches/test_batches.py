@@ -489,7 +489,7 @@ def test_a_line_is_read_once_the_server_has_room_for_its_request(monkeypatch):
         bodies.pop()
         return running.BatchAnswer(200, {})
 
-    async def of_key(record):
+    async def of_key(record, *, is_new):
         return None
 
     async def is_alive():
