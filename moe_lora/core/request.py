@@ -314,7 +314,7 @@ class GenerateRequest:
 class TokenLogprobs:
     """Log probability of the chosen token, its position in the ranking (1 = likeliest), and the likeliest.
 
-    likeliest: ids and log probabilities; many as bytes, whose numbers the engine would make for long.
+    top: (id, log probability) of the likeliest tokens.  likeliest: the same, packed as bytes beyond 128 ids.
     processed: see `SamplingParams`.
     """
 

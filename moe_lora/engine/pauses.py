@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
 from moe_lora.core.errors import AdapterNotFoundError
-from moe_lora.core.request import COMPOSED, GenerateRequest
+from moe_lora.core.request import BACKGROUND, COMPOSED, GenerateRequest
 
 from .client.messages import Abort, CurrentPause, Generate, PauseMode, PauseScope
 from .sequence import Sequence
@@ -72,6 +72,11 @@ class Pauses:
     @property
     def num_delayed(self) -> int:
         return len(self._delayed)
+
+    @property
+    def num_background(self) -> int:
+        """Delayed requests of batches."""
+        return sum(command.request.priority >= BACKGROUND for command, _ in self._delayed.values())
 
     @property
     def held(self) -> set[str]:

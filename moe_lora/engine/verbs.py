@@ -88,8 +88,13 @@ class EngineVerbs:
         found = self._core.stats()
         if self.pauses is None or not self.pauses.num_delayed:
             return found
-        num = self.pauses.num_delayed
-        return replace(found, num_waiting=found.num_waiting + num, num_deferred=found.num_deferred + num)
+        num = self.pauses.num_delayed - (background := self.pauses.num_background)
+        return replace(
+            found,
+            num_waiting=found.num_waiting + num,
+            num_deferred=found.num_deferred + num,
+            num_background=found.num_background + background,
+        )
 
     @of_instances
     def pause_requests(

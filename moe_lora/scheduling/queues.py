@@ -114,6 +114,11 @@ class Background(Generic[Sequence]):
                 group.remove(sequence)
                 self._dequeue(sequence)
 
+    def release_lease(self, adapter: Any) -> None:
+        """Release the lease, or cancel its request, if parked requests alone wait for the adapter."""
+        if not self.runs and all(one.adapter is not adapter for one in self._scheduler.waiting):
+            self._adapters.release_lease(adapter)
+
     def turn(self) -> None:
         """Change between background and other requests if due."""
         scheduler = self._scheduler

@@ -226,6 +226,8 @@ class Scheduler(Generic[Sequence]):
             self.waiting.remove(sequence)
             if sequence.adapter is not None:
                 self._adapters.dequeue(sequence.adapter)
+                if self.background is not None:
+                    self.background.release_lease(sequence.adapter)
         elif self.background is not None:
             self.background.remove(sequence)
 

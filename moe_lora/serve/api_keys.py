@@ -135,7 +135,7 @@ def _locked(path: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
     except OSError as error:
-        way = "; run this as root, or as owner and group of the file" * isinstance(error, PermissionError)
+        way = "; the folder must be writable" * isinstance(error, PermissionError)
         raise ConfigError(f"the keys in {path} can't be written: {error.strerror}{way}") from error
 
 
@@ -147,7 +147,11 @@ def _write(path: Path, keys: Sequence[ApiKey]) -> None:
             if path.exists():
                 made, before = os.fstat(handle), path.stat()
                 if (made.st_uid, made.st_gid) != (before.st_uid, before.st_gid):
-                    os.fchown(handle, before.st_uid, before.st_gid)
+                    try:
+                        os.fchown(handle, before.st_uid, before.st_gid)
+                    except PermissionError as error:
+                        way = f"{error.strerror}; run this as root, or as owner and group of the file"
+                        raise ConfigError(f"the owner of {path} can't be kept: {way}") from error
                 os.fchmod(handle, before.st_mode & 0o777)
             file.write(msgspec.json.format(msgspec.json.encode(_File(list(keys))), indent=1))
             file.flush()

@@ -33,6 +33,7 @@ Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
 GAUGES = (
     ("vllm:num_requests_running", "Requests being computed.", "num_running"),
     ("vllm:num_requests_waiting", "Requests that wait for room or for their adapter.", "num_waiting"),
+    ("moe_lora:num_requests_background", "Requests of batches in a queue.", "num_background"),
     ("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", "kv_usage"),
     (
         "moe_lora:merge_kept_bytes",

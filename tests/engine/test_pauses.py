@@ -13,7 +13,7 @@ import pytest
 
 from moe_lora import LLM, SamplingParams
 from moe_lora.core.composed import Part, name_of, path_of
-from moe_lora.core.request import GenerateRequest, TokenOutput
+from moe_lora.core.request import BACKGROUND, GenerateRequest, TokenOutput
 from moe_lora.engine.client.messages import PauseScope
 from moe_lora.engine.step.grammar_masks import Grammars
 from moe_lora.engine.text.grammars import json_grammar
@@ -190,6 +190,16 @@ def test_a_paused_request_is_not_reported_as_held_for_a_move(llm):
     assert {load.held for load in call(llm, "request_loads")} == {False}
     call(llm, "resume_requests", None)
     assert (paused.rest(), moved.rest()) == ("length", "length")
+
+
+def test_a_paused_batch_is_no_waiting_request(llm):
+    pause(llm, "keep")
+    late = [Stream(llm, f"{priority}", tokens=2, priority=priority) for priority in (0, BACKGROUND)]
+    assert is_still(llm, *late)
+    found = call(llm, "stats")
+    assert (found.num_waiting, found.num_deferred, found.num_background) == (1, 1, 1)
+    call(llm, "resume_requests", None)
+    assert [one.rest() for one in late] == ["length", "length"]
 
 
 def test_abort_ends_covered_answers_with_their_version(llm):

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -719,6 +720,15 @@ def test_a_user_who_can_not_keep_the_group_of_the_keys_is_told_the_way_out(tmp_p
     with pytest.raises(ConfigError, match=r"not permitted; run this as root"):
         remove_key(file, identity)
     assert file.read_bytes() == before
+
+
+def test_a_user_who_can_not_write_the_folder_of_the_keys_is_told_so(tmp_path, monkeypatch):
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    with pytest.raises(ConfigError, match=r"Permission denied; the folder must be writable$"):
+        add_key(tmp_path / "keys.json", rights("acme"))
 
 
 GOOD = {"id": "a", "digest": "0" * 64, "tenant": "t"}

@@ -154,16 +154,17 @@ def former(folder: Path, folders: Iterable[Path]) -> list[Path]:
 
 
 def remove_unused(cache: Path, max_bytes: int) -> None:
-    """Remove the longest unused addresses' files beyond the bound, unless used within a day.
+    """Remove the longest ago fetched addresses' files beyond the bound, unless fetched within a day.
 
-    Instances have copies of loaded adapters.
+    Instances have copies of loaded adapters; a restart on another host needs the files.
     """
     left = min(_KEPT_ADAPTERS * max_bytes, shutil.disk_usage(cache).total // 2)
-    for used_s, place in reversed(_uses(cache.glob(f"*/{_DIGEST}*"))):
+    for _, place in reversed(_uses(cache.glob(f"*/{_DIGEST}*"))):
         with suppress(OSError):  # removed meanwhile
             left -= sum(one.lstat().st_size for one in place.rglob("*"))
-        if left < 0 and used_s < time.time() - _KEPT_S:
-            shutil.rmtree(place, ignore_errors=True)
+            # The time is read again: another thread may have fetched these files.
+            if left < 0 and place.stat().st_mtime < time.time() - _KEPT_S:
+                shutil.rmtree(place, ignore_errors=True)
 
 
 def _uses(folders: Iterable[Path]) -> list[tuple[float, Path]]:

@@ -45,9 +45,9 @@ def _fetched(system: Any, root: str, address: str, cache: Path, max_bytes: int) 
     sizes, state = _state(system, root, address, max_bytes)
     own, place_name = (hashlib.sha256(text.encode()).hexdigest() for text in (address, state))
     place = cache / "objects" / f"{own}-{place_name}"
+    with suppress(OSError):  # before the look: another thread may remove unused files
+        os.utime(place)
     if _is_whole(place, sizes):
-        with suppress(OSError):
-            os.utime(place)
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
     with OwnFolder(place.parent, ".partial-") as partial:

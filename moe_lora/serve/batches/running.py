@@ -145,8 +145,8 @@ class Batches:
         batches = self.store.all_of("batch", record.owner)
         return any(one.shown["input_file_id"] == record.id for one in batches if not one.has_ended)
 
-    async def caller(self, record: Record) -> Caller:
-        """The next request's caller, within the key's rates.  Raises KeyGoneError."""
+    async def caller(self, record: Record, *, is_new: bool) -> Caller:
+        """The request's caller; a new request is within the key's rate.  Raises KeyGoneError."""
         if record.key is None or self._keys is None:
             return BackgroundCaller(None, None)
         while True:
@@ -155,11 +155,11 @@ class Batches:
                 raise KeyGoneError
             tokens = allowance_of(self._tokens, key.id, "tokens", key.tokens_per_minute)
             requests = allowance_of(self._requests, key.id, "requests", key.requests_per_minute)
-            wait_s = 0.0 if requests is None else requests.wait_s()
+            wait_s = 0.0 if requests is None or not is_new else requests.wait_s()
             if not wait_s:
                 break
             await asyncio.sleep(min(wait_s, LOOK_S))
-        if requests is not None:
+        if requests is not None and is_new:
             requests.take(1)
         return BackgroundCaller(key, tokens)
 
@@ -304,10 +304,11 @@ class Run:
     async def _answer(self, line: BatchLine, source: BinaryIO, request_id: str) -> BatchAnswer:
         """The answer, after waits for passing errors, the key's rate, and a busy server: it may sleep."""
         batches, ending, waits_s = self._batches, self._batches.frontend.ending, iter(RETRY_S)
+        is_new = True
         while True:
             while not await batches.frontend.client.is_alive():
                 await asyncio.sleep(LOOK_S)
-            caller = await batches.caller(self._record)
+            caller, is_new = await batches.caller(self._record, is_new=is_new), False
             async with batches.slots:
                 if ending.begun:
                     await asyncio.Event().wait()  # the next start runs the line

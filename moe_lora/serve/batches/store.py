@@ -69,8 +69,8 @@ class FullError(ApiError):
 class Store:
     """Records and contents of a folder, for one process at a time.
 
-    folder: None is a temporary folder; after a kill the next server deletes the folder.  most_bytes: per
-    owner.  Raises ConfigError for an unusable folder.
+    folder: None is a temporary folder; after a kill the next server that gets a file or a batch deletes the
+    folder.  most_bytes: per owner.  Raises ConfigError for an unusable folder.
     """
 
     def __init__(self, folder: str | None, most_bytes: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 import msgspec
 
-from moe_lora.core.errors import AdapterNotFoundError, UnreadError
+from moe_lora.core.errors import AdapterNotFoundError, BusyError, UnreadError
 from moe_lora.core.request import (
     BACKGROUND,
     UNFOLLOWABLE,
@@ -376,7 +376,8 @@ class Generation:
             limits.count(failure.limit)
         if watchers.reservation is not None and not watchers.has_begun and failure.status != 408:
             watchers.reservation.spend(-request.prompt_tokens)  # a prompt without a token is free
-        watchers.reason = "refused" if failure.status < 500 else "error"
+        is_sent_again = self.caller.background and isinstance(error, BusyError)
+        watchers.reason = "refused" if failure.status < 500 or is_sent_again else "error"
         return failure if self.renamed is None else self.renamed(failure)
 
     def _request(self, index: int) -> GenerateRequest:

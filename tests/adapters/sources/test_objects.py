@@ -156,3 +156,22 @@ def test_a_failing_storage_is_a_passing_failure(memory, tmp_path: Path, monkeypa
     monkeypatch.setattr(type(memory), "ls", broken)
     with pytest.raises(PeerUnreachableError, match="slow down"):
         fetch(tmp_path)
+
+
+def test_files_fetched_again_during_a_look_for_unused_ones_stay(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sources, "_KEPT_ADAPTERS", 1)
+    places = [tmp_path / "objects" / f"{number:064x}-x" for number in range(3)]
+    for number, place in enumerate(places):
+        place.mkdir(parents=True)
+        (place / "file").write_bytes(bytes(10))
+        os.utime(place, (number, number))
+    look = Path.rglob
+
+    def fetch_beside(self: Path, pattern: str):
+        if self == places[2]:
+            os.utime(places[0])  # in another thread
+        return look(self, pattern)
+
+    monkeypatch.setattr(Path, "rglob", fetch_beside)
+    sources.remove_unused(tmp_path, 10)
+    assert [place.exists() for place in places] == [True, False, True]

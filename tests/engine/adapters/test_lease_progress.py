@@ -91,6 +91,41 @@ def test_parked_background_requests_neither_hold_nor_await_leases():
     assert (server.table.stats().num_leases, server.table.stats().num_waiting) == (0, 0)
 
 
+def test_an_aborted_request_of_a_parked_adapter_leaves_no_lease_behind():
+    """Its adapter's background request is parked, and the adapter of a third request waits for the place."""
+    clock = VirtualClock()
+    server = TableServer(clock, capacity=1, starvation_s=1.0)
+    parts = LeasedParts(server, clock, "i")
+    parked, running, third = parts.adapters(0, 0, 0)
+
+    def step() -> set[str]:
+        clock.advance(0.5)
+        plan = set(parts.step())
+        parts.client.hand_on()
+        return plan
+
+    parts.add("back", range(3), parked, priority=BACKGROUND)
+    step()
+    assert step() == {"back"}
+    first = parts.add("first", range(3), running)
+    step()
+    assert step() == {"first"}
+    aborted, other = (parts.add(name, range(3), parked) for name in ("aborted", "other"))
+    step()
+    parts.scheduler.finish(other)
+    parts.client.hand_on()
+    assert server.table.stats().num_waiting == 1, "another request waits for the lease"
+    parts.scheduler.finish(aborted)
+    parts.client.hand_on()
+    assert server.table.stats().num_waiting == 0
+    parts.add("third", range(3), third)
+    step()
+    parts.scheduler.finish(first)
+    for _ in range(3):
+        found = step()
+    assert found == {"third"}
+
+
 def test_starving_request_gets_the_lease_though_requests_for_the_one_in_use_keep_coming():
     clock = VirtualClock()
     server = TableServer(clock, capacity=1, starvation_s=1.0)

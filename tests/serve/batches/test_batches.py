@@ -218,6 +218,40 @@ def test_a_batch_waits_while_the_model_sleeps(tokenizer, monkeypatch):
     assert set(statuses[:8]) == {503}
 
 
+def test_attempts_during_a_sleep_are_no_errors_and_count_once_in_the_key_s_rate(
+    tokenizer, tmp_path, monkeypatch
+):
+    for module, name in ((running, "BUSY_S"), (http_errors, "BUSY_S"), (running, "LOOK_S")):
+        monkeypatch.setattr(module, name, 0.01)
+    file = tmp_path / "keys.json"
+    key = add_key(file, msgspec.structs.replace(rights("acme"), requests_per_minute=2.0))
+    statuses = watch_calls(monkeypatch)
+    engine = scripted(tokenizer, refuse=BusyError("the model is asleep"))
+    frontend = frontend_of(engine, tokenizer, api_keys=str(file))
+    with ServerThread(create_app(frontend)) as thread, client_of(thread.url, key) as client:
+        batch = create(client, lines_of({"prompt": "a"}, {"prompt": "b"}))
+        wait_until(lambda: len(statuses) > 8, "attempts")
+        engine.refuse = None
+        assert ended(client, batch.id).request_counts.completed == 2
+    families = text_string_to_metric_families(frontend.metrics.render().decode())
+    found = [one for family in families for one in family.samples if one.name == "vllm:request_success_total"]
+    assert {one.labels["finished_reason"] for one in found if one.value} == {"stop"}
+
+
+def test_a_key_removed_during_a_sleep_ends_its_batch(tokenizer, tmp_path, monkeypatch):
+    for module, name in ((running, "BUSY_S"), (http_errors, "BUSY_S"), (running, "LOOK_S")):
+        monkeypatch.setattr(module, name, 0.01)
+    file = tmp_path / "keys.json"
+    key, other = add_key(file, rights("acme")), add_key(file, rights("acme"))
+    statuses = watch_calls(monkeypatch)
+    engine = scripted(tokenizer, refuse=BusyError("the model is asleep"))
+    with served(engine, tokenizer, api_keys=str(file)) as url:
+        batch = create(client_of(url, key), lines_of({"prompt": "a"}))
+        wait_until(lambda: statuses, "an attempt")
+        remove_key(file, key.split("-")[1])
+        assert ended(client_of(url, other), batch.id).status == "failed"
+
+
 def test_many_sleeps_that_abort_a_request_do_not_use_up_its_attempts(tokenizer, monkeypatch):
     monkeypatch.setattr(running, "RETRY_S", (0.0,))
     monkeypatch.setattr(running, "LOOK_S", 0.0)
@@ -455,7 +489,7 @@ def test_a_line_is_read_once_the_server_has_room_for_its_request(monkeypatch):
         bodies.pop()
         return running.BatchAnswer(200, {})
 
-    async def of_key(record):
+    async def of_key(record, *, is_new):
         return None
 
     async def is_alive():
