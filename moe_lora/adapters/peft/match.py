@@ -68,7 +68,7 @@ def match(
     base: Mapping[str, Any] | None,
     base_dir: Path | None = None,
 ) -> Match:
-    """Places of the tensors.  Raises AdapterError for a tensor without place or partner, or of wrong shape."""
+    """Places of the tensors.  Raises AdapterError for one without place or partner, or of wrong shape."""
     if config.use_dora or config.lora_bias:
         from .columns import match_with_columns
 

@@ -52,7 +52,7 @@ _STRANGERS = (
     ),
     (
         r"lm_head\.(?:modules_to_save\..*)?bias$",
-        "a saved head with a bias is not supported; train without lm_head in modules_to_save",
+        "biases of a saved head are not supported; train without lm_head in modules_to_save",
     ),
     (r"\.bias$", "trained biases of the base are not supported; train with bias='none'"),
     (
