@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.harness.records import Record
+from moe_lora.config import ROUTINGS
 
 from .claims import failures
 from .evidence import Config, records
@@ -143,10 +144,10 @@ def _scale() -> Iterator[tuple[str, str, str]]:
         f"{change['controller_gb']:.1f} GB",
         link,
     )
-    names = ("least_outstanding", "phi", "join_shortest_queue", "adapter_affinity")
-    times = " / ".join(
-        f"{_results('scale.jsonl', what=name, num_adapters=100_000)[0][0]['p50_us']:.0f}" for name in names
-    )
+    known = records("scale.jsonl", lambda config, result: config["num_adapters"] == 100_000)
+    results = {one["config"]["what"]: one["result"] for one in known}
+    names = [name for name in ROUTINGS if name in results]
+    times = " / ".join(f"{results[name]['p50_us']:.0f}" for name in names)
     yield f"a choice among them by {' / '.join(names)}, P50", f"{times} µs, goal 50", link
 
 

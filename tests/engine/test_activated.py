@@ -73,6 +73,7 @@ def test_projections_of_latent_attention_start_at_the_invocation(made, tmp_path)
     [
         ("qwen3_next", {"block_size": 4}),
         pytest.param("qwen3_next", WAYS["chunked_prefill"], marks=pytest.mark.slow),
+        pytest.param("qwen3_next", {"block_size": 4, "batching": "merged"}, marks=pytest.mark.slow),
         pytest.param("qwen3_next", {"async_scheduling": "on"}, marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe", {"block_size": 4}, marks=pytest.mark.slow),
         pytest.param("qwen3_5", {"block_size": 4, "batching": "merged"}, marks=pytest.mark.slow),

@@ -130,3 +130,22 @@ def test_a_pair_that_peft_ties_to_the_head_is_served(family, made, tmp_path):
         for number in (3, 4)
     }
     assert_tokens_of_peft(base, adapters, batching="merged")
+
+
+PATTERNS = (
+    {"alpha_pattern": {"lm_head": 24}},
+    {"rank_pattern": {"lm_head": 1}},
+    {"rank_pattern": {"embed_tokens": 2}, "use_rslora": True},
+    {"alpha_pattern": {"embed_tokens": 5}, "rank_pattern": {"lm_head": 2, "embed_tokens": 4}},
+)
+
+
+def test_patterns_of_tied_pairs_count_as_peft_counts_them(made, tmp_path):
+    """The head's tensors have the embedding's rank, and its own patterns scale them."""
+    base, _ = made("llama", tie_word_embeddings=True)
+    fields = {"lora_rank": 3, "ensure_weight_tying": True, "scale": 0.3}
+    adapters = {
+        str(number): outer_adapter("llama", base, tmp_path / str(number), "lm_head", **fields, **patterns)
+        for number, patterns in enumerate(PATTERNS)
+    }
+    assert_tokens_of_peft(base, adapters, batching="merged")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ class Match:
     """layers: LoRA pairs per layer, and one more layer for the head and the embedding.
 
     copies: keys of base weights.  replaced: rows of the head and the embedding.  invocation: tokens of an
-    activated LoRA.  columns: one term per pair.
+    activated LoRA.  columns: one term per pair.  tied: the last layer's two pairs share their tensors.
     """
 
     layers: list[list[PairSource]]
@@ -57,6 +57,7 @@ class Match:
     replaced: tuple[ReplacedRows, ...] = ()
     invocation: tuple[int, ...] = ()
     columns: tuple[ColumnSource, ...] = ()
+    tied: bool = False
 
 
 def match(
@@ -67,11 +68,7 @@ def match(
     base: Mapping[str, Any] | None,
     base_dir: Path | None = None,
 ) -> Match:
-    """The tensors of the file and their places in the model.
-
-    base: see `read_base`.  A target name without a match is a warning.  Raises AdapterError for a tensor
-    without place or partner, or of wrong shape.
-    """
+    """Places of the tensors.  Raises AdapterError for one without place or partner, or of wrong shape."""
     if config.use_dora or config.lora_bias:
         from .columns import match_with_columns
 
@@ -89,7 +86,8 @@ def match(
     if places.older and any(f".{places.older}" in name.path for name in names.by_key.values()):
         places = place_map(shape, older_names=True)
     names = names.with_stacked(places.by_path, places.stacked)
-    expected = _expected(config, places, {name.path for name in names.by_key.values()}, names)
+    tied = config.ensure_weight_tying and _are_tied(config, places, names, base_dir, where)
+    expected = _expected(config, places, {name.path for name in names.by_key.values()}, names, tied)
     found: dict[tuple[str, int], dict[str, dict[int | None, str]]] = {}
     for key, name in names.by_key.items():
         _check_known(key, name, places, expected, config, shape, where)
@@ -108,17 +106,18 @@ def match(
                 for part, keys in there
             }
             layers[places.by_path[path][0]].append(_source(path, place, parts, config, names, where))
-    for layer in layers:
-        _check_one_form(layer, where)
+    _check_one_form(layers, where)
+    if tied:
+        layers[-1][0] = replace(layers[-1][0], lora_rank=layers[-1][1].lora_rank)
     sources = [source for layer in layers for source in layer]
-    if replaced or config.ensure_weight_tying or config.alora_invocation_tokens:
+    if replaced or config.alora_invocation_tokens:
         _check_rare(config, sources, replaced, expected, places, shape, where)
     swapped = is_swapped(sources, tensors, shape, config.expert_layout)
     for source in sources:
         check_pair(source, tensors, shape, where, swapped)
     warnings = *names.notes, *_unmatched_names(config, expected, names), *quantised_base(config, base)
     kept = layers if layers[-1] or replaced else layers[:-1]
-    return Match(kept, swapped, warnings, copies, replaced, config.alora_invocation_tokens)
+    return Match(kept, swapped, warnings, copies, replaced, config.alora_invocation_tokens, (), tied)
 
 
 def check_rank(found: Match, max_lora_rank: int | None, where: str) -> None:
@@ -172,14 +171,7 @@ def _check_rare(
     shape: ModelShape,
     where: str,
 ) -> None:
-    """Refuses combinations that replaced rows, tied pairs and activated LoRAs exclude."""
-    head, embedding = places.outer
-    if config.ensure_weight_tying and embedding in expected and head not in expected:
-        raise AdapterError(
-            f"{where}: {config.where} has ensure_weight_tying=True, and the file has no pair of {head} "
-            f"beside that of {embedding}; set it to false if the base has a head of its own, else save the "
-            "adapter again with PEFT 0.21 or newer"
-        )
+    """Refuses combinations that replaced rows and activated LoRAs exclude."""
     for rows in replaced:
         path = getattr(places.outer, rows.site)
         if path in expected:
@@ -189,6 +181,34 @@ def _check_rare(
             )
     if config.alora_invocation_tokens:
         _check_activated(config, sources, replaced, shape)
+
+
+def _are_tied(
+    config: AdapterConfig, places: PlaceMap, names: Names, base_dir: Path | None, where: str
+) -> bool:
+    """True if PEFT ties the pairs of head and embedding.  Raises AdapterError if one of both is alone."""
+    from .replaced import spec_of_base
+
+    missing = {*places.outer} - {name.path for name in names.by_key.values()}
+    if len(missing) == len(places.outer) or not spec_of_base(base_dir, config)[1]:
+        return False
+    if missing:
+        raise AdapterError(
+            f"{where}: {config.where} has ensure_weight_tying=True, and the file has no pair of "
+            f"{missing.pop()}; save the adapter again with PEFT 0.21 or newer"
+        )
+    return True
+
+
+def check_tied(found: Match, tensors: Mapping[str, Any], where: str) -> None:
+    """Raises AdapterError if PEFT would read one of two tied pairs as the other."""
+    head, embedding = found.layers[-1]
+    for (key,), (other,) in ((head.keys_a, embedding.keys_b), (head.keys_b, embedding.keys_a)):
+        if not bool((tensors[key] == tensors[other].T).all()):
+            raise AdapterError(
+                f"{where}: {key} is not {other} transposed, and ensure_weight_tying=True makes them one "
+                "tensor; set it to false if both were trained, else save the adapter again with PEFT"
+            )
 
 
 def _check_sizes(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) -> None:
@@ -217,7 +237,7 @@ def _check_sizes(tensors: Mapping[str, Shaped], shape: ModelShape, where: str) -
 
 
 def _expected(
-    config: AdapterConfig, places: PlaceMap, present: set[str], names: Names
+    config: AdapterConfig, places: PlaceMap, present: set[str], names: Names, tied: bool
 ) -> dict[str, list[Place]]:
     # Newer transformers keep experts and gate as parameters, beyond target_modules.
     firsts = [places.by_path[path][1][0] for path in present if path in places.by_path]
@@ -247,9 +267,8 @@ def _expected(
                 )
             if targeted:
                 expected.setdefault(path, []).append(place)
-    head, embedding = places.outer
-    if config.ensure_weight_tying and embedding in expected and head in present:
-        expected.setdefault(head, [*places.by_path[head][1]])  # PEFT drops the target of a tied pair
+    if tied:  # PEFT drops the target of a tied head.
+        expected = {places.outer.head: [*places.by_path[places.outer.head][1]], **expected}
     return expected
 
 
@@ -303,14 +322,14 @@ def _ends_as_a_module(path: str, places: PlaceMap) -> bool:
     return inside is not None and f"{places.layer_prefix}{inside[1]}" in places.by_path
 
 
-def _check_one_form(layer: list[PairSource], where: str) -> None:
+def _check_one_form(layers: list[list[PairSource]], where: str) -> None:
     """Refuses an expert's delta in two forms at once."""
-    known: dict[tuple[str, int], tuple[object, str]] = {}
-    for source in layer:
+    known: dict[tuple[int, str, int], tuple[object, str]] = {}
+    for number, source in ((number, one) for number, layer in enumerate(layers) for one in layer):
         place = source.place
         form = "expert" if place.expert is not None else (place.form, place.path.rpartition(".")[2])
         for module in place.modules:
-            before, key = known.setdefault((place.site, module), (form, source.keys_a[0]))
+            before, key = known.setdefault((number, place.site, module), (form, source.keys_a[0]))
             if before != form:
                 raise AdapterError(
                     f"{where}: {source.keys_a[0]} and {key} adapt the same experts twice; "
@@ -398,8 +417,8 @@ def _rank_and_scale(path: str, place: Place, config: AdapterConfig, names: Names
     """
     readings = names.readings(path)
     # A linear layer as a parameter matches patterns by the parameter's name.
-    is_parameter = place.form not in _MODULES or not (
-        config.all_linear or any(config.targets_module(one) for one in readings)
+    is_parameter = place.form not in _MODULES or any(
+        has_suffix(f"{one}.{place.parameter}", config.target_parameters) for one in readings
     )
     found: dict[tuple[int, float], str] = {}
     for one in readings:

@@ -50,6 +50,10 @@ _STRANGERS = (
         r"\.lora_B(\.[^.]+)?\.bias$",
         "a bias of lora_B, and adapter_config.json has no lora_bias=true; save the adapter again with PEFT",
     ),
+    (
+        r"lm_head\.(?:modules_to_save\..*)?bias$",
+        "biases of a saved head are not supported; train without lm_head in modules_to_save",
+    ),
     (r"\.bias$", "trained biases of the base are not supported; train with bias='none'"),
     (
         r"modules_to_save",

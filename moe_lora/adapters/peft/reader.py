@@ -28,7 +28,7 @@ from moe_lora.core.shape import ModelShape
 from .base import EMBEDDING, read_base, resized
 from .config import AdapterConfig
 from .file_check import OpenAdapter, opened
-from .match import Match, check_rank, match
+from .match import Match, check_rank, check_tied, match
 from .names import without_wrappers
 from .places import Shaped, make_pairs
 
@@ -125,6 +125,8 @@ def _read_tensors(found: OpenAdapter, needed: int) -> dict[str, torch.Tensor]:
         size = found.weights.readinto(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[attr-defined]
         if size != entry.span[1] - entry.span[0]:
             raise AdapterError(f"{found.where}: cut while it was read; load it again once it is whole")
+    if found.match.tied:
+        check_tied(found.match, tensors, found.where)
     return tensors
 
 
@@ -180,6 +182,8 @@ def pack_state_dict(
     tensors = tensors_of(state_dict, shape, where)
     matched = match(tensors, parsed, shape, where, read_base(parsed, None, shape), base_dir)
     check_rank(matched, max_lora_rank, where)
+    if matched.tied:
+        check_tied(matched, tensors, where)
     return _pack(matched, tensors, shape, dtype, name, where, base_dir)
 
 

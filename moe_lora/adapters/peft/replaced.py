@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from moe_lora.adapters.packed import Pair
+    from moe_lora.families.schema.family import ModelSpec
 
 _TOKENS, _SAVED = "trainable_token_indices", "modules_to_save"
 _KEY = re.compile(
@@ -59,17 +60,10 @@ def replaced_rows(
     where: str,
 ) -> tuple[ReplacedRows, ...]:
     """The replaced rows of the file.  Raises AdapterError, also without a checkpoint."""
-    if base_dir is None:
-        raise AdapterError(
-            f"{config.where}: {_TOKENS} and {_SAVED} are changes of the base's rows, and no checkpoint of "
-            "the base is here; serve or check the adapter with the folder of the base model"
-        )
-    given, base = config.trainable_token_indices, read_config(base_dir)
+    given, (spec, tied) = config.trainable_token_indices, spec_of_base(base_dir, config)
     for name in given if isinstance(given, dict) else ():
         _site(name, places, config, _TOKENS)
     keys = _keys(tensors, places, where)
-    spec = model_spec(base)
-    tied = ties_all(base) or spec.tie_word_embeddings
     found: dict[str, ReplacedRows] = {}
     for one in (
         *_trained_tokens(keys, config, shape, places, tied),
@@ -96,6 +90,18 @@ def replaced_rows(
         base_rows(one, base_dir, where)
         found[one.site] = one
     return tuple(found[site] for site in ("head", "embedding") if site in found)
+
+
+def spec_of_base(base_dir: Path | None, config: AdapterConfig) -> tuple[ModelSpec, bool]:
+    """The base, and True if PEFT ties its head.  Raises AdapterError without a checkpoint."""
+    if base_dir is None:
+        raise AdapterError(
+            f"{config.where}: {_TOKENS}, {_SAVED} and ensure_weight_tying=True depend on the base, and no "
+            "checkpoint of it is here; serve or check the adapter with the folder of the base model"
+        )
+    base = read_config(base_dir)
+    spec = model_spec(base)
+    return spec, ties_all(base) or spec.tie_word_embeddings
 
 
 def base_rows(rows: ReplacedRows, base_dir: Path | None, where: str) -> tuple[Path, TensorEntry]:

@@ -224,6 +224,46 @@ def test_a_pair_that_peft_ties_to_a_head_is_refused(checkpoint, shape_of, tmp_pa
         read_adapter(adapter, shape_of("llama"), torch.float32)
 
 
+@pytest.mark.parametrize("damaged", ["lora_A", "lora_B", "alone"])
+def test_tied_pairs_that_peft_would_overwrite_are_refused(damaged, tmp_path):
+    from moe_lora.core.wrong_files import read_config
+    from moe_lora.families import shape_of
+    from tests.families import make_checkpoint
+
+    base = make_checkpoint("llama", tmp_path / "base", tie_word_embeddings=True)
+    shape, key = shape_of(read_config(base)), f"{HEAD}{damaged}.weight"
+    adapter = outer_adapter("llama", base, tmp_path / "a", "embed_tokens", ensure_weight_tying=True)
+    read_adapter(adapter, shape, torch.float32, base_dir=base)
+    if damaged == "alone":
+        change(adapter, lambda tensors: {k: v for k, v in tensors.items() if "embed_tokens" not in k})
+    else:
+        change(adapter, lambda tensors: {**tensors, key: tensors[key] + 1})
+    cause = "no pair of model.embed_tokens" if damaged == "alone" else f"{key} is not .* transposed"
+    with pytest.raises(AdapterError, match=cause):
+        read_adapter(adapter, shape, torch.float32, base_dir=base)
+    fields = json.loads((adapter / CONFIG_FILE).read_text())
+    tensors = load_file(adapter / WEIGHTS_FILE)
+    with pytest.raises(AdapterError, match=cause):
+        pack_state_dict(tensors, fields, shape, torch.float32, "a", base_dir=base)
+
+
+def test_on_an_untied_base_a_head_without_target_is_refused(checkpoint, shape_of, tmp_path):
+    base, shape = checkpoint("llama"), shape_of("llama")
+    adapter = outer_adapter("llama", base, tmp_path / "a", "lm_head", "embed_tokens")
+    change(adapter, config={"ensure_weight_tying": True})
+    assert "lm_head" in read_adapter(adapter, shape, torch.float32, base_dir=base).targets
+    change(adapter, config={"target_modules": ["q_proj", "o_proj", "embed_tokens"]})
+    with pytest.raises(AdapterError, match=r"lm_head.*no target_modules"):
+        read_adapter(adapter, shape, torch.float32, base_dir=base)
+
+
+def test_a_saved_head_with_a_bias_is_refused_with_its_way_out(checkpoint, shape_of, tmp_path):
+    base = checkpoint("phimoe")
+    adapter = outer_adapter("phimoe", base, tmp_path / "a", modules_to_save=["lm_head"])
+    with pytest.raises(AdapterError, match="train without lm_head in modules_to_save"):
+        read_adapter(adapter, shape_of("phimoe"), torch.float32, base_dir=base)
+
+
 def test_beside_a_lora_server_the_adapter_is_refused_with_the_way_out(checkpoint, shape_of, tmp_path):
     base, shape = checkpoint("llama"), shape_of("llama")
     adapter = outer_adapter("llama", base, tmp_path / "a", "lm_head")
