@@ -164,7 +164,8 @@ class DividedSearch(PlaceSearch):
     ) -> None:
         self.apart = Apart(cluster)
         super().__init__(self.apart.cluster, loads, farthest=farthest, busiest=busiest)
-        self._inputs, self._replayed = cluster.inputs, cluster
+        self._inputs, self._replayed = replace(cluster.inputs, instances=None), cluster
+        self._given = cluster.inputs.instances
 
     def _candidates(self, num_gpus: int) -> list[tuple[float, int, SizedCluster]]:
         apart, slots = self.apart, self.apart.own_slots
@@ -177,7 +178,9 @@ class DividedSearch(PlaceSearch):
             for near, ep, place in super()._candidates(num_gpus - number):
                 instances = number + place.num_instances
                 divided = SizedCluster(place.layout, instances, slots, number, apart.full_step)
-                found.append((max(near, share), ep, divided))
+                link = apart.link_share(place.num_instances)
+                if self._given in (None, instances):
+                    found.append((max(near, share, link), ep, divided))
         return found
 
 
@@ -220,7 +223,7 @@ def divided_plan(cluster: Cluster, place: SizedCluster) -> Plan:
     plan = replaced(apart.cluster, SizedCluster(place.layout, place.num_decoding), None)
     misses = miss_share(inputs.probabilities, place.slots)
     prompt_s = apart.prompt_s(place, plan.tpot_s) + (apart.load_s(place.slots) if misses > TAIL else 0.0)
-    kv_bytes = plan.kv_gb_per_rank * 1e9 - inputs.coupled_adapter_bytes
+    kv_bytes = plan.kv_gb_per_rank * 1e9 - replace(inputs, mix=inputs.mix.largest()).coupled_adapter_bytes
     tokens = int(kv_bytes / inputs.kv_token_bytes) // BLOCK_TOKENS * BLOCK_TOKENS
     return replace(
         plan,
@@ -232,7 +235,7 @@ def divided_plan(cluster: Cluster, place: SizedCluster) -> Plan:
         prompt_share=apart.prompts_share(place.prefill_instances, place.step_tokens),
         max_num_batched_tokens=max(place.step_tokens, plan.max_num_seqs),
         max_model_len=tokens if tokens < inputs.shape.max_position else None,
-        loads_per_s=plan.loads_per_s + plan.rate_per_s * inputs.adapter_share * misses,
+        prefill_loads_per_s=plan.rate_per_s * inputs.adapter_share * misses,
         p95_ttft_s=None if plan.p95_ttft_s is None else plan.p95_ttft_s + prompt_s,
         inputs=inputs.to_json(),
         assumptions=assumptions(inputs, plan.global_batch),

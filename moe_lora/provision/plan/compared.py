@@ -75,11 +75,16 @@ def _at_server(cluster: Cluster, trace: Trace, than: Plan | None, apart: str) ->
     inputs = cluster.inputs
     if inputs.instance_gpus > 1:
         return None, ""
-    if inputs.rate_per_s is None or inputs.global_batch or inputs.gpus or inputs.instances:
+    if inputs.rate_per_s is None or inputs.global_batch or (than and (inputs.gpus or inputs.instances)):
         return None, "not sized for a given number"
     try:
         search = DividedSearch(cluster, _server_loads(inputs, trace), farthest=FARTHEST, busiest=BUSIEST)
-        if than is None:
+        if inputs.gpus:
+            found = search.holding(inputs.gpus)
+            if found is None:
+                return None, f"no division of {inputs.gpus} GPUs holds"
+            place = found
+        elif than is None:
             place = smallest_place(search, None, "the models see no division that holds")
         elif not sized(search, than.total_gpus - 1):
             return None, f"by the models no division of fewer than {than.total_gpus} GPUs holds"
