@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from moe_lora.core.errors import SloError
 from moe_lora.core.partition import Layout
@@ -39,22 +39,32 @@ GROWTH = 10
 """After a miss, tries a tenth more GPUs; up to MOST times as many and MORE."""
 MOST, MORE = 2, 16
 
+LoadsOf = Callable[[SizedCluster], Iterable[PlannedLoad]]
+
+
+class Loads:
+    """Of a trace, by requests per second; each is made once, when needed."""
+
+    def __init__(self, inputs: PlanInputs, trace: Trace) -> None:
+        self.searched = cache(partial(searched_loads, inputs, trace=trace))
+        self.whole = cache(partial(planned_load, inputs, trace=trace))
+
 
 class PlaceSearch:
     """Clusters by number of GPUs, and replays.
 
-    loads: a cluster must hold in all; near the links' limit draws differ.
+    loads_of: a cluster must hold in all; near the links' limit draws differ.
     """
 
     def __init__(
         self,
         cluster: Cluster,
-        loads: Sequence[PlannedLoad],
+        loads_of: LoadsOf,
         *,
         farthest: float = FARTHEST,
         busiest: float = BUSIEST,
     ) -> None:
-        self._inputs, self._cluster, self._loads = cluster.inputs, cluster, loads
+        self._inputs, self._cluster, self._loads_of = cluster.inputs, cluster, loads_of
         self._replayed, self._near = cluster, cache(self._nearness)
         self.instance_gpus = cluster.inputs.instance_gpus
         self._farthest, self._busiest = farthest, busiest
@@ -75,7 +85,7 @@ class PlaceSearch:
     def replayed(self, place: SizedCluster) -> list[Replay]:
         """Replays of the last load, or of the first failed."""
         if place not in self._found:
-            for load in self._loads:
+            for load in self._loads_of(place):
                 self._found[place] = replays(self._replayed, place, load, to_the_end=False)
                 if not holds(self._inputs, self._found[place]):
                     break
@@ -159,11 +169,9 @@ class DividedSearch(PlaceSearch):
     Raises MissingRateError without a rate for KV.
     """
 
-    def __init__(
-        self, cluster: Cluster, loads: Sequence[PlannedLoad], *, farthest: float, busiest: float
-    ) -> None:
+    def __init__(self, cluster: Cluster, loads_of: LoadsOf, *, farthest: float, busiest: float) -> None:
         self.apart = Apart(cluster)
-        super().__init__(self.apart.cluster, loads, farthest=farthest, busiest=busiest)
+        super().__init__(self.apart.cluster, loads_of, farthest=farthest, busiest=busiest)
         self._inputs, self._replayed = replace(cluster.inputs, instances=None), cluster
         self._given = cluster.inputs.instances
 
@@ -184,8 +192,8 @@ class DividedSearch(PlaceSearch):
         return found
 
 
-def checked_server_plan(inputs: PlanInputs, trace: Trace) -> Plan:
-    """The plan of `make_plan`, or the nearest that holds in replays of the trace and of Poisson arrivals.
+def checked_server_plan(inputs: PlanInputs, loads: Loads) -> Plan:
+    """The plan of `make_plan`, or the nearest that holds in replays of the loads.
 
     Raises SloError without a plan.
     """
@@ -199,7 +207,7 @@ def checked_server_plan(inputs: PlanInputs, trace: Trace) -> Plan:
             raise
         refusal, rate_per_s = str(refused), inputs.rate_per_s * (1 + inputs.load_margin)
     cluster = Cluster(inputs)
-    search = PlaceSearch(cluster, searched_loads(inputs, rate_per_s, trace))
+    search = PlaceSearch(cluster, lambda _: loads.searched(rate_per_s))
     place = smallest_place(search, modelled, refusal)
     if modelled is None or place != place_of(modelled):
         modelled = replaced(cluster, place, modelled)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,15 +19,15 @@ from moe_lora.core.partition import Layout
 from moe_lora.engine.arena_size import arena_size
 from moe_lora.kernels.operands import kv_layout
 from moe_lora.provision.device_profile import read_profile, with_rates
-from moe_lora.provision.plan import compared
-from moe_lora.provision.plan.checked import DividedSearch, divided_plan, place_of
+from moe_lora.provision.plan import checked, compared
+from moe_lora.provision.plan.checked import DividedSearch, Loads, divided_plan, place_of
 from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.compared import checked_plan
 from moe_lora.provision.plan.coupled import Apart
 from moe_lora.provision.plan.inputs import SizedCluster
-from moe_lora.provision.plan.memory import AdapterMix, miss_share
+from moe_lora.provision.plan.memory import AdapterMix, LoadQueue, miss_share
 from moe_lora.provision.plan.plan import Plan
-from moe_lora.provision.plan.verify import system_of
+from moe_lora.provision.plan.verify import PlannedLoad, planned_load, system_of
 from moe_lora.provision.replayed.system_config import SimLoraServerConfig
 
 from .plans import zipf
@@ -38,7 +40,7 @@ def plan() -> Plan:
 
 
 def searched(**changes: object) -> DividedSearch:
-    return DividedSearch(Cluster(given(**changes)), (), farthest=1.5, busiest=1.2)
+    return DividedSearch(Cluster(given(**changes)), lambda _: (), farthest=1.5, busiest=1.2)
 
 
 def test_decode_rows_alone_pay_for_a_server_where_steps_are_tight(plan: Plan) -> None:
@@ -105,7 +107,7 @@ def test_adapters_of_an_instance_for_prompts_by_hand() -> None:
         prompts=replace(inputs.prompts, longest=10**6), shape=replace(inputs.shape, max_position=10**7)
     )
     assert Apart(Cluster(long)).own_slots == 0
-    assert not DividedSearch(Cluster(long), (), farthest=1.5, busiest=1.2).of(40)
+    assert not DividedSearch(Cluster(long), lambda _: (), farthest=1.5, busiest=1.2).of(40)
 
 
 def test_every_division_of_a_number_of_gpus_is_a_candidate() -> None:
@@ -180,6 +182,25 @@ def test_the_longest_request_fits_beside_the_adapter_of_the_largest_rank() -> No
     assert plan.max_model_len is not None
     room = plan.kv_gb_per_rank * 1e9 - largest
     assert room - 16 * inputs.kv_token_bytes < plan.max_model_len * inputs.kv_token_bytes <= room
+
+
+def test_each_load_is_made_once_and_all_requests_are_for_busy_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int | None] = []
+
+    def counted(*args: Any, num_requests: int | None = None, **words: Any) -> PlannedLoad:
+        made.append(num_requests)
+        return planned_load(*args, num_requests=num_requests, **words)
+
+    monkeypatch.setattr(checked, "planned_load", counted)
+    checked_plan(given(slo_tpot_s=0.1), LONG)
+    assert made == [400, 600]
+    inputs, place = given(probabilities=zipf(1000)), SizedCluster(Layout.parse("EP1-PP1"), 1)
+    loads_of = compared._server_loads(Cluster(inputs), Loads(inputs, LONG))
+    for busy, number in ((0.8, 2), (1.2, 3), (1.2, 3)):
+        queue = LoadQueue(loads_per_s=busy, load_s=1.0, misses=1.0)
+        monkeypatch.setattr(Cluster, "load_queue", Mock(return_value=queue))
+        assert len(list(loads_of(place))) == number
+    assert made[2:] == [400, 600, None]
 
 
 def test_if_nothing_else_holds_the_division_does_or_the_refusal_names_it(
