@@ -219,6 +219,8 @@ def _sized(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "", "below the target by the corrected model: --estimator corrected sizes by it"
     wait = f", a wait of {plan.load_wait_s * 1e3:.1f} ms before one begins" if plan.loads_per_s else ""
     yield "Loads", f"{plan.loads_per_s:.2f} adapters/s, {plan.loading_share:.0%} of the links' time{wait}"
+    if plan.prefill_slots:
+        yield "", f"{plan.prefill_loads_per_s:.2f} adapters/s to the instances for prompts"
     if plan.kind == "coupled":
         return
     needs = ", ".join(f"{name} alone: {gpus}" for name, gpus in plan.gpus_by_constraint.items())

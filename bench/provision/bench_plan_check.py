@@ -83,7 +83,7 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
     assert inputs.rate_per_s is not None
     whole = planned_load(inputs, inputs.rate_per_s, trace, seed=SEEDS[0])
     loads = [*searched_loads(inputs, inputs.rate_per_s, trace, seeds=SEEDS), whole]
-    served = PlaceSearch(cluster, loads, farthest=FARTHEST, busiest=BUSIEST)
+    served = PlaceSearch(cluster, lambda _: loads, farthest=FARTHEST, busiest=BUSIEST)
     coupled = CoupledSearch(cluster, lambda _: loads)
     result: dict[str, Any] = {"plan": _outline(plan), "refusal": refusal, "plan_s": plan_s}
     if plan is None:

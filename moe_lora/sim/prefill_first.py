@@ -28,7 +28,7 @@ MOVE_READY_S = 5.0
 class PrefillConfig:
     """The first num_instances compute prompts, the others answers.
 
-    kv_token_bytes: per token.  link_bytes_per_s: from each prompt instance.
+    kv_token_bytes: per token.  link_bytes_per_s: of each instance, to or from the others.
     """
 
     num_instances: int
@@ -60,7 +60,7 @@ class _Move:
 
 
 class PrefillFirst:
-    """Moves between instances; one transfer at a time leaves an instance.
+    """Moves between instances; an instance sends or receives one transfer at a time.
 
     A target not ready within MOVE_READY_S loses the request: the answer goes on at the source.  A target
     without a seat to spare holds no unfinished prompt.
@@ -75,7 +75,7 @@ class PrefillFirst:
         self._for_answers = instances[config.num_instances :]
         self._events, self._router = events, router
         self._token_bytes, self._link = config.kv_token_bytes, LinkTime(config.link_bytes_per_s)
-        self._free_s = [-math.inf] * config.num_instances
+        self._free_s = [-math.inf] * len(instances)
         self._early: dict[Any, _Move | None] = {}
         """Of unfinished prompts after a step; None: the target had no seat to spare."""
         for instance in self.for_prompts:
@@ -113,12 +113,13 @@ class PrefillFirst:
         num_new = max(0, move.num_done - move.num_sent) if move.takes_kv else 0
         if not move.is_ready or not (num_new or move.has_token):
             return
-        index = move.source.index
-        start_s = max(self._free_s[index], self._events.now_s())
-        self._free_s[index] = start_s + self._link.seconds(num_new * self._token_bytes)
+        source, target = move.source.index, move.target.index
+        start_s = max(self._free_s[source], self._free_s[target], self._events.now_s())
+        end_s = start_s + self._link.seconds(num_new * self._token_bytes)
+        self._free_s[source] = self._free_s[target] = end_s
         move.num_sent += num_new
         if move.has_token:
-            self._events.at(self._free_s[index], partial(self._hand_over, move))
+            self._events.at(end_s, partial(self._hand_over, move))
 
     def _hand_over(self, move: _Move) -> None:
         self.num_moved += 1

@@ -171,6 +171,14 @@ def test_kv_moves_one_request_after_another_and_the_answers_share_steps(run: Cal
 
 
 @SIMULATORS
+def test_the_kv_of_two_senders_reaches_one_instance_in_turn(run: Callable[..., Ran]) -> None:
+    # Prompts end at 0.1 and 0.08.  The second's KV (1000 tokens/s) is there at 0.16, the first's at 0.26.
+    asked = requests((0.0, 100, 2), (0.0, 80, 2))
+    found = run(asked, prefill(2, bytes_per_s=1000.0), num_instances=3)
+    assert stamps(found) == [pytest.approx(one) for one in ((0.1, 0.27), (0.08, 0.17))]
+
+
+@SIMULATORS
 def test_a_busy_target_admits_between_steps_and_decodes_one_step_later(run: Callable[..., Ran]) -> None:
     # First: prompt to 0.01, then steps of 10 ms.  Second: prompt to 0.0175, admitted at 0.02, decoded in the
     # step of two rows from 0.03 to 0.05.

@@ -6,31 +6,32 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from moe_lora.core.request import GenerateRequest, TokenOutput
-from moe_lora.policies.routing.routing import Router
 
 from .instances import Instance
 from .resumable_request import Attempt, ResumableRequest
 from .routing_client import FleetClient
 
+if TYPE_CHECKING:
+    from .controller.routes import Routes
+
 
 class ByPhase:
     """A `Router` among prefill instances before a request begins, then among others."""
 
-    def __init__(
-        self, router: Router, running: Mapping[str, ResumableRequest], prefill_instances: Sequence[str]
-    ) -> None:
-        self._router = router
-        self._running = running
-        self._prefill_instances = frozenset(prefill_instances)
+    def __init__(self, routes: Routes, running: Mapping[str, ResumableRequest]) -> None:
+        self._router, self._running, self._has_server = routes.router, running, routes.has_server
+        self._prefill_instances = frozenset(routes.config.prefill_instances)
 
     def is_prefill(self, instance: Instance) -> bool:
         return instance.name in self._prefill_instances
 
     def choose(self, request: Any, instances: Sequence[Any]) -> Any:
         is_begun = self._running[request.request_id].is_begun
+        for one in instances if self._has_server else ():
+            one.load.has_slots = self.is_prefill(one)
         fitting = [one for one in instances if self.is_prefill(one) != is_begun]
         return self._router.choose(request, fitting or instances)
 
@@ -40,8 +41,7 @@ class PrefillFirstClient(FleetClient):
 
     def __init__(self, *args: Any, **words: Any) -> None:
         super().__init__(*args, **words)
-        names = self._routes.config.prefill_instances
-        self._router = self._by_phase = ByPhase(self._router, self._running, names)
+        self._router = self._by_phase = ByPhase(self._routes, self._running)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
         has_begun = False

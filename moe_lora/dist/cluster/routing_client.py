@@ -287,7 +287,7 @@ class FleetClient:
             attempt.leave()
 
     async def model_info(self) -> ModelInfo:
-        """The first instance's: all are alike."""
+        """Of the first instance that answers."""
         if self._info is None:
             info = (await ask_live(self._instance_registry, lambda client: client.model_info()))[0][1]
             self._routes.ranks.update({one.name: one.lora_rank for one in await self.list_adapters()})

@@ -20,7 +20,7 @@ class InstanceLoad:
     waiting: without a token yet (in the simulator: queued).  running: decoding.  used: waiting and running.
     waiting_prompts: prompt tokens.  num_changes: version, for cached sums.
     recent: last used adapters, latest last.  num_elsewhere: requests of other front ends.
-    held_back: a request waits for an adapter's slot.
+    held_back: a request waits for an adapter's slot.  has_slots: False at a LoRA Server.
     """
 
     def __init__(self, max_recent: int = MAX_RECENT) -> None:
@@ -29,7 +29,7 @@ class InstanceLoad:
         self.used: dict[str | None, int] = {}
         self.waiting_prompts: Counter[str | None] = Counter()
         self.num_requests = self.num_elsewhere = self.waiting_tokens = self.num_changes = 0
-        self.held_back = False
+        self.held_back, self.has_slots = False, True
         self.recent: dict[str, None] = {}
         self._max_recent = max_recent
 
@@ -42,7 +42,8 @@ class InstanceLoad:
 
         max_loras: on the device at once; None: limited by memory.
         """
-        fits = max_loras is None or adapter in self.used or len(self.used) - (None in self.used) < max_loras
+        most = max_loras if self.has_slots else None
+        fits = most is None or adapter in self.used or len(self.used) - (None in self.used) < most
         return adapter is None or adapter in self.running or (fits and not self.held_back)
 
     def add(self, adapter: str | None, prompt_tokens: int) -> None:

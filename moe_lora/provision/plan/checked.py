@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from moe_lora.core.errors import SloError
 from moe_lora.core.partition import Layout
@@ -39,22 +39,32 @@ GROWTH = 10
 """After a miss, tries a tenth more GPUs; up to MOST times as many and MORE."""
 MOST, MORE = 2, 16
 
+LoadsOf = Callable[[SizedCluster], Iterable[PlannedLoad]]
+
+
+class Loads:
+    """Of a trace, by requests per second; each is made once, when needed."""
+
+    def __init__(self, inputs: PlanInputs, trace: Trace) -> None:
+        self.searched = cache(partial(searched_loads, inputs, trace=trace))
+        self.whole = cache(partial(planned_load, inputs, trace=trace))
+
 
 class PlaceSearch:
     """Clusters by number of GPUs, and replays.
 
-    loads: a cluster must hold in all; near the links' limit draws differ.
+    loads_of: a cluster must hold in all; near the links' limit draws differ.
     """
 
     def __init__(
         self,
         cluster: Cluster,
-        loads: Sequence[PlannedLoad],
+        loads_of: LoadsOf,
         *,
         farthest: float = FARTHEST,
         busiest: float = BUSIEST,
     ) -> None:
-        self._inputs, self._cluster, self._loads = cluster.inputs, cluster, loads
+        self._inputs, self._cluster, self._loads_of = cluster.inputs, cluster, loads_of
         self._replayed, self._near = cluster, cache(self._nearness)
         self.instance_gpus = cluster.inputs.instance_gpus
         self._farthest, self._busiest = farthest, busiest
@@ -75,7 +85,7 @@ class PlaceSearch:
     def replayed(self, place: SizedCluster) -> list[Replay]:
         """Replays of the last load, or of the first failed."""
         if place not in self._found:
-            for load in self._loads:
+            for load in self._loads_of(place):
                 self._found[place] = replays(self._replayed, place, load, to_the_end=False)
                 if not holds(self._inputs, self._found[place]):
                     break
@@ -159,12 +169,11 @@ class DividedSearch(PlaceSearch):
     Raises MissingRateError without a rate for KV.
     """
 
-    def __init__(
-        self, cluster: Cluster, loads: Sequence[PlannedLoad], *, farthest: float, busiest: float
-    ) -> None:
+    def __init__(self, cluster: Cluster, loads_of: LoadsOf, *, farthest: float, busiest: float) -> None:
         self.apart = Apart(cluster)
-        super().__init__(self.apart.cluster, loads, farthest=farthest, busiest=busiest)
-        self._inputs, self._replayed = cluster.inputs, cluster
+        super().__init__(self.apart.cluster, loads_of, farthest=farthest, busiest=busiest)
+        self._inputs, self._replayed = replace(cluster.inputs, instances=None), cluster
+        self._given = cluster.inputs.instances
 
     def _candidates(self, num_gpus: int) -> list[tuple[float, int, SizedCluster]]:
         apart, slots = self.apart, self.apart.own_slots
@@ -177,12 +186,14 @@ class DividedSearch(PlaceSearch):
             for near, ep, place in super()._candidates(num_gpus - number):
                 instances = number + place.num_instances
                 divided = SizedCluster(place.layout, instances, slots, number, apart.full_step)
-                found.append((max(near, share), ep, divided))
+                link = apart.link_share(place.num_instances)
+                if self._given in (None, instances):
+                    found.append((max(near, share, link), ep, divided))
         return found
 
 
-def checked_server_plan(inputs: PlanInputs, trace: Trace) -> Plan:
-    """The plan of `make_plan`, or the nearest that holds in replays of the trace and of Poisson arrivals.
+def checked_server_plan(inputs: PlanInputs, loads: Loads) -> Plan:
+    """The plan of `make_plan`, or the nearest that holds in replays of the loads.
 
     Raises SloError without a plan.
     """
@@ -196,7 +207,7 @@ def checked_server_plan(inputs: PlanInputs, trace: Trace) -> Plan:
             raise
         refusal, rate_per_s = str(refused), inputs.rate_per_s * (1 + inputs.load_margin)
     cluster = Cluster(inputs)
-    search = PlaceSearch(cluster, searched_loads(inputs, rate_per_s, trace))
+    search = PlaceSearch(cluster, lambda _: loads.searched(rate_per_s))
     place = smallest_place(search, modelled, refusal)
     if modelled is None or place != place_of(modelled):
         modelled = replaced(cluster, place, modelled)
@@ -220,7 +231,7 @@ def divided_plan(cluster: Cluster, place: SizedCluster) -> Plan:
     plan = replaced(apart.cluster, SizedCluster(place.layout, place.num_decoding), None)
     misses = miss_share(inputs.probabilities, place.slots)
     prompt_s = apart.prompt_s(place, plan.tpot_s) + (apart.load_s(place.slots) if misses > TAIL else 0.0)
-    kv_bytes = plan.kv_gb_per_rank * 1e9 - inputs.coupled_adapter_bytes
+    kv_bytes = plan.kv_gb_per_rank * 1e9 - replace(inputs, mix=inputs.mix.largest()).coupled_adapter_bytes
     tokens = int(kv_bytes / inputs.kv_token_bytes) // BLOCK_TOKENS * BLOCK_TOKENS
     return replace(
         plan,
@@ -232,7 +243,7 @@ def divided_plan(cluster: Cluster, place: SizedCluster) -> Plan:
         prompt_share=apart.prompts_share(place.prefill_instances, place.step_tokens),
         max_num_batched_tokens=max(place.step_tokens, plan.max_num_seqs),
         max_model_len=tokens if tokens < inputs.shape.max_position else None,
-        loads_per_s=plan.loads_per_s + plan.rate_per_s * inputs.adapter_share * misses,
+        prefill_loads_per_s=plan.rate_per_s * inputs.adapter_share * misses,
         p95_ttft_s=None if plan.p95_ttft_s is None else plan.p95_ttft_s + prompt_s,
         inputs=inputs.to_json(),
         assumptions=assumptions(inputs, plan.global_batch),

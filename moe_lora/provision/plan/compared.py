@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
 
 from moe_lora.core.errors import SloError
 from moe_lora.provision.device_profile import MissingRateError
@@ -15,11 +14,12 @@ from moe_lora.workload.traces.records import Trace
 from .checked import (
     PATIENCE,
     DividedSearch,
+    Loads,
+    LoadsOf,
     PlaceSearch,
     checked_server_plan,
     divided_plan,
     replaced,
-    searched_loads,
     smallest_place,
 )
 from .cluster_size import MS, Cluster
@@ -27,13 +27,15 @@ from .coupled import Apart, LargerSteps
 from .coupled_search import CoupledSearch, coupled_plan
 from .inputs import PlanInputs, SizedCluster
 from .plan import Plan
-from .verify import ARRIVALS, PlannedLoad, Replay, missed_texts, planned_load, verdicts
+from .verify import ARRIVALS, PlannedLoad, Replay, missed_texts, verdicts
 
 MOST = 4
 """Models size a LoRA Server up to this factor of coupled GPUs."""
 AT_SERVER = "a LoRA Server for answers, adapters of their own for instances with prompts"
 FARTHEST, BUSIEST = 1.5, 1.2
 """Of LoRA Servers in place of coupled instances: beyond `checked`'s limits, as replays decide."""
+BUSY = 0.8
+"""Share of a server's links' time: above, a queue outgrows shorter replays."""
 
 
 def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
@@ -42,21 +44,22 @@ def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
     If another device computes prompts, sizes only a LoRA Server.  Raises SloError if no kind holds,
     ConfigError for inputs without a size.
     """
+    loads = Loads(inputs, trace)
     if inputs.prompts is None:
-        return checked_server_plan(inputs, trace)
+        return checked_server_plan(inputs, loads)
     cluster = Cluster(inputs)
     cluster.check_prompts()
-    coupled, refused = _coupled(cluster, trace)
-    coupled, apart = with_apart(cluster, trace, coupled)
+    coupled, refused = _coupled(cluster, loads)
+    coupled, apart = with_apart(cluster, loads, coupled)
     try:
-        plan = _cheaper(cluster, coupled, trace) if coupled else _server_only(inputs, trace, refused, apart)
+        plan = _cheaper(cluster, coupled, loads) if coupled else _server_only(inputs, loads, refused, apart)
     except SloError as refusal:
-        divided, why = _at_server(cluster, trace, None, "")
+        divided, why = _at_server(cluster, loads, None, "")
         if divided is None:
             nor = f". Nor do answers alone beside a LoRA Server: {why}" if why else ""
             raise SloError(f"{refusal}{nor}") from refusal
         return replace(divided, compared=f"{AT_SERVER}, as nothing else holds the load: {refusal}")
-    divided, why = _at_server(cluster, trace, plan, apart)
+    divided, why = _at_server(cluster, loads, plan, apart)
     if divided is not None:
         other = "coupled instances take" if plan.kind == "coupled" else "a LoRA Server for prompts too takes"
         fewer = plan.total_gpus - divided.total_gpus
@@ -67,7 +70,7 @@ def checked_plan(inputs: PlanInputs, trace: Trace) -> Plan:
     return replace(plan, apart="; ".join(filter(None, (apart, beside))))
 
 
-def _at_server(cluster: Cluster, trace: Trace, than: Plan | None, apart: str) -> tuple[Plan | None, str]:
+def _at_server(cluster: Cluster, loads: Loads, than: Plan | None, apart: str) -> tuple[Plan | None, str]:
     """The division beside a LoRA Server of fewer GPUs, or the reason; "": as without one.
 
     apart: what holds for divisions without one.
@@ -75,11 +78,16 @@ def _at_server(cluster: Cluster, trace: Trace, than: Plan | None, apart: str) ->
     inputs = cluster.inputs
     if inputs.instance_gpus > 1:
         return None, ""
-    if inputs.rate_per_s is None or inputs.global_batch or inputs.gpus or inputs.instances:
+    if inputs.rate_per_s is None or inputs.global_batch or (than and (inputs.gpus or inputs.instances)):
         return None, "not sized for a given number"
     try:
-        search = DividedSearch(cluster, _server_loads(inputs, trace), farthest=FARTHEST, busiest=BUSIEST)
-        if than is None:
+        search = DividedSearch(cluster, _server_loads(cluster, loads), farthest=FARTHEST, busiest=BUSIEST)
+        if inputs.gpus:
+            found = search.holding(inputs.gpus)
+            if found is None:
+                return None, f"no division of {inputs.gpus} GPUs holds"
+            place = found
+        elif than is None:
             place = smallest_place(search, None, "the models see no division that holds")
         elif not sized(search, than.total_gpus - 1):
             return None, f"by the models no division of fewer than {than.total_gpus} GPUs holds"
@@ -103,15 +111,21 @@ def _at_server(cluster: Cluster, trace: Trace, than: Plan | None, apart: str) ->
     ), ""
 
 
-def _server_loads(inputs: PlanInputs, trace: Trace) -> list[PlannedLoad]:
-    """All requests of a check too: the queue of a busy server grows slowly."""
-    assert inputs.rate_per_s is not None
-    rate_per_s = inputs.rate_per_s * (1 + inputs.load_margin)
-    return [*searched_loads(inputs, rate_per_s, trace), planned_load(inputs, rate_per_s, trace)]
+def _server_loads(cluster: Cluster, loads: Loads) -> LoadsOf:
+    """All requests of a check too where links are busy: their queue grows slowly."""
+    assert cluster.inputs.rate_per_s is not None
+    rate_per_s = cluster.inputs.rate_per_s * (1 + cluster.inputs.load_margin)
+
+    def loads_of(place: SizedCluster) -> Iterator[PlannedLoad]:
+        yield from loads.searched(rate_per_s)
+        if place.layout and cluster.load_queue(place.layout, rate_per_s).utilisation > BUSY:
+            yield loads.whole(rate_per_s)
+
+    return loads_of
 
 
-def _coupled(cluster: Cluster, trace: Trace) -> tuple[Plan | None, Exception | None]:
-    search = CoupledSearch(cluster, lambda rate_per_s: searched_loads(cluster.inputs, rate_per_s, trace))
+def _coupled(cluster: Cluster, loads: Loads) -> tuple[Plan | None, Exception | None]:
+    search = CoupledSearch(cluster, loads.searched)
     try:
         place = search.smallest()
         return replace(coupled_plan(cluster, place), checked=tuple(search.replayed(place))), None
@@ -119,16 +133,16 @@ def _coupled(cluster: Cluster, trace: Trace) -> tuple[Plan | None, Exception | N
         return None, refused
 
 
-def with_apart(cluster: Cluster, trace: Trace, together: Plan | None) -> tuple[Plan | None, str]:
+def with_apart(cluster: Cluster, loads: Loads, together: Plan | None) -> tuple[Plan | None, str]:
     """The plan of fewer GPUs, with prompts together with answers or apart; the reason, or "" if untried."""
-    inputs, loads_of = cluster.inputs, cache(partial(searched_loads, cluster.inputs, trace=trace))
+    inputs = cluster.inputs
     if inputs.instance_gpus > 1 or inputs.rate_per_s is None or inputs.global_batch is not None:
         several = "instances of several GPUs move no KV"
         why = several if inputs.instance_gpus > 1 else "--global-batch states no rate of prompts"
         return together, f"not compared: {why}" if together else ""
     best, steps = together, ""
     with suppress(SloError, MissingRateError):
-        larger = _fewer(CoupledSearch(cluster, loads_of, LargerSteps(cluster)), together)
+        larger = _fewer(CoupledSearch(cluster, loads.searched, LargerSteps(cluster)), together)
         if larger is not None:
             before = f"takes {together.total_gpus} GPUs" if together else "is refused"
             steps = f", with steps of up to {larger.max_num_batched_tokens} prompt tokens"
@@ -136,7 +150,7 @@ def with_apart(cluster: Cluster, trace: Trace, together: Plan | None) -> tuple[P
             best = larger
     try:
         apart = Apart(cluster)
-        search = CoupledSearch(cluster, loads_of, apart)
+        search = CoupledSearch(cluster, loads.searched, apart)
         divided = _fewer(search, best)
     except (SloError, MissingRateError) as refused:
         if best is None:
@@ -202,9 +216,9 @@ def _prompt_times(apart: Apart) -> str:
     )
 
 
-def _server_only(inputs: PlanInputs, trace: Trace, refused: Exception | None, apart: str) -> Plan:
+def _server_only(inputs: PlanInputs, loads: Loads, refused: Exception | None, apart: str) -> Plan:
     try:
-        plan = checked_server_plan(inputs, trace)
+        plan = checked_server_plan(inputs, loads)
     except (SloError, MissingRateError) as error:
         if isinstance(error, MissingRateError) and isinstance(refused, MissingRateError):
             raise refused from error
@@ -213,12 +227,12 @@ def _server_only(inputs: PlanInputs, trace: Trace, refused: Exception | None, ap
     return replace(plan, compared=f"a LoRA Server, as coupled instances do not hold the load: {refused}")
 
 
-def _cheaper(cluster: Cluster, coupled: Plan, trace: Trace) -> Plan:
+def _cheaper(cluster: Cluster, coupled: Plan, loads: Loads) -> Plan:
     inputs = cluster.inputs
     if inputs.global_batch is not None or inputs.gpus is not None or inputs.instances is not None:
-        return _of_given(inputs, coupled, trace)
+        return _of_given(inputs, coupled, loads)
     try:
-        search = PlaceSearch(cluster, _server_loads(inputs, trace), farthest=FARTHEST, busiest=BUSIEST)
+        search = PlaceSearch(cluster, _server_loads(cluster, loads), farthest=FARTHEST, busiest=BUSIEST)
         if not sized(search, coupled.total_gpus - 1):
             return replace(coupled, compared=_coupled_wins(cluster, coupled, search))
         place = smallest_server(search, coupled.total_gpus)
@@ -235,9 +249,9 @@ def _cheaper(cluster: Cluster, coupled: Plan, trace: Trace) -> Plan:
     )
 
 
-def _of_given(inputs: PlanInputs, coupled: Plan, trace: Trace) -> Plan:
+def _of_given(inputs: PlanInputs, coupled: Plan, loads: Loads) -> Plan:
     try:
-        plan = checked_server_plan(inputs, trace)
+        plan = checked_server_plan(inputs, loads)
     except (SloError, MissingRateError) as refused:
         return replace(coupled, compared=f"coupled, as a LoRA Server does not hold this: {refused}")
     more = plan.total_gpus - coupled.total_gpus

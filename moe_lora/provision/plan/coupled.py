@@ -256,6 +256,14 @@ class Apart(LargerSteps):
         num_bytes = self.prompts.prompt_tokens * self._inputs.kv_token_bytes
         return LinkTime(self._net_bytes_per_s).seconds(num_bytes)
 
+    def link_share(self, num_decoding: int) -> float:
+        """The load's KV, over the time of the receiving links."""
+        assert self._inputs.rate_per_s is not None
+        return self._inputs.rate_per_s * (1 + self.together.margin) * self.move_s / num_decoding
+
+    def nearness(self, place: SizedCluster) -> float:
+        return max(super().nearness(place), self.link_share(place.num_decoding))
+
     def places(self, num_instances: int) -> list[SizedCluster]:
         """Numbers of instances for prompts, from the fewest."""
         numbers = self.prompt_numbers(num_instances - 1)

@@ -70,7 +70,7 @@ def _parts(inputs: PlanInputs, place: SizedCluster) -> list[Part]:
         "decode": True,
         "prefill": inputs.prompts is not None,
         "chunks": inputs.prompts is not None and not place.prefill_instances,
-        "adapters": place.layout is None,
+        "adapters": place.layout is None or place.prefill_instances > 0,
         "loads": not resident,
         "prefixes": inputs.prompts is not None and inputs.prompts.hit_share > 0,
         "several GPUs": inputs.instance_gpus > 1,

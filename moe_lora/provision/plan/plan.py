@@ -255,6 +255,8 @@ class Plan:
     """Instances for prompts alone."""
     prefill_slots: int = 0
     """Adapters on each of them beside a LoRA Server."""
+    prefill_loads_per_s: float = 0.0
+    """On all of them, beside the server's loads_per_s."""
     full_steps: bool = False
     """Steps of prompt tokens may exceed the TPOT SLO; the mean keeps it."""
     apart: str = ""

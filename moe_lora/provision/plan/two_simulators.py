@@ -47,8 +47,8 @@ PROMPT_TOKENS = 64
 """Tokens of a KV page: the engine's default."""
 NOT_REPLAYED = (
     "messages between processes, lost processes, experts of unequal load, turns of instances at each layer "
-    "of the LoRA Server, adapters of other than the mean size, early holds that give way, and second trials "
-    "of failed moves"
+    "of the LoRA Server, its rows on the links of KV, adapters of other than the mean size, early holds that "
+    "give way, and second trials of failed moves"
 )
 
 

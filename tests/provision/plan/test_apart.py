@@ -16,7 +16,7 @@ from moe_lora.config.cluster import read_cluster
 from moe_lora.core.errors import SloError
 from moe_lora.provision.device_profile import read_profile, with_rates
 from moe_lora.provision.plan import compared, verify
-from moe_lora.provision.plan.checked import place_of, searched_loads
+from moe_lora.provision.plan.checked import Loads, place_of, searched_loads
 from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.compared import checked_plan, with_apart
 from moe_lora.provision.plan.coupled import Apart, LargerSteps
@@ -92,11 +92,17 @@ def test_looser_steps_stay_together_with_numbers_of_both(together: Plan) -> None
 
 
 def test_a_given_number_is_divided_if_it_holds_only_apart(apart: Plan, together: Plan) -> None:
-    same, why = with_apart(Cluster(given(instances=apart.instances)), LONG, None)
+    same, why = with_apart(
+        Cluster(given(instances=apart.instances)), Loads(given(instances=apart.instances), LONG), None
+    )
     assert same is not None
     assert (same.instances, same.prefill_instances) == (apart.instances, apart.prefill_instances)
     assert "together is refused" in why
-    kept, why = with_apart(Cluster(given(gpus=together.instances, slo_tpot_s=0.025)), LONG, together)
+    kept, why = with_apart(
+        Cluster(given(gpus=together.instances, slo_tpot_s=0.025)),
+        Loads(given(gpus=together.instances, slo_tpot_s=0.025), LONG),
+        together,
+    )
     assert kept is not None
     assert kept.prefill_instances == 0
     assert why == together.apart
@@ -116,7 +122,7 @@ def test_larger_steps_of_undivided_instances_go_before_a_division(apart: Plan) -
 def test_larger_steps_need_no_rate_between_instances() -> None:
     load = {"load_bytes_per_s": 5e10}
     inputs = given(profile=with_rates(read_profile("h200"), load), assumed=load)
-    plan, why = with_apart(Cluster(inputs), LONG, None)
+    plan, why = with_apart(Cluster(inputs), Loads(inputs, LONG), None)
     assert plan is not None
     assert (plan.prefill_instances, plan.full_steps, plan.max_num_batched_tokens) == (0, True, 512)
     assert why.startswith(
@@ -197,7 +203,9 @@ def test_both_numbers_are_of_the_same_arrivals(together: Plan, monkeypatch: pyte
         CoupledSearch, "replayed", lambda search, place: search._found.setdefault(place, stopped)
     )
     plan = replace(together, checked=(replayed_as(1.0, 0.021, "scaled"), replayed_as(3.0, 0.024)))
-    _, why = with_apart(Cluster(given(gpus=4, slo_tpot_s=0.025)), LONG, plan)
+    _, why = with_apart(
+        Cluster(given(gpus=4, slo_tpot_s=0.025)), Loads(given(gpus=4, slo_tpot_s=0.025), LONG), plan
+    )
     assert (
         "together: P95 TTFT 1000 ms, TPOT 21.0 ms; with 3 of 4 instances for prompts P95 TTFT 9000 ms" in why
     )
@@ -224,7 +232,7 @@ def test_a_lora_server_says_why_no_division_is_beside_it(
 
 
 def test_a_global_batch_is_named_as_the_cause(together: Plan) -> None:
-    plan, why = with_apart(Cluster(given(global_batch=30)), LONG, together)
+    plan, why = with_apart(Cluster(given(global_batch=30)), Loads(given(global_batch=30), LONG), together)
     assert plan is together
     assert why == "not compared: --global-batch states no rate of prompts"
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,21 +15,23 @@ import torch
 from moe_lora.cli.provision_result import plan_lines, plan_yaml, verified
 from moe_lora.config.cluster import read_cluster
 from moe_lora.core.errors import SloError
+from moe_lora.core.partition import Layout
 from moe_lora.engine.arena_size import arena_size
 from moe_lora.kernels.operands import kv_layout
 from moe_lora.provision.device_profile import read_profile, with_rates
-from moe_lora.provision.plan import compared
-from moe_lora.provision.plan.checked import DividedSearch, divided_plan, place_of
+from moe_lora.provision.plan import checked, compared
+from moe_lora.provision.plan.checked import DividedSearch, Loads, divided_plan, place_of
 from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.compared import checked_plan
 from moe_lora.provision.plan.coupled import Apart
 from moe_lora.provision.plan.inputs import SizedCluster
+from moe_lora.provision.plan.memory import AdapterMix, LoadQueue, miss_share
 from moe_lora.provision.plan.plan import Plan
-from moe_lora.provision.plan.verify import system_of
+from moe_lora.provision.plan.verify import PlannedLoad, planned_load, system_of
 from moe_lora.provision.replayed.system_config import SimLoraServerConfig
 
 from .plans import zipf
-from .test_apart import LONG, few_requests, given  # noqa: F401  (the fixture)
+from .test_apart import LONG, NET, few_requests, given  # noqa: F401  (the fixture)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +40,7 @@ def plan() -> Plan:
 
 
 def searched(**changes: object) -> DividedSearch:
-    return DividedSearch(Cluster(given(**changes)), (), farthest=1.5, busiest=1.2)
+    return DividedSearch(Cluster(given(**changes)), lambda _: (), farthest=1.5, busiest=1.2)
 
 
 def test_decode_rows_alone_pay_for_a_server_where_steps_are_tight(plan: Plan) -> None:
@@ -50,6 +54,7 @@ def test_decode_rows_alone_pay_for_a_server_where_steps_are_tight(plan: Plan) ->
     parts = " ".join(plan.never_ran + plan.ran)
     assert "moves of KV between instances" in parts
     assert "a LoRA Server" in parts
+    assert "adapters beside the weights" in parts
     text = "\n".join(plan_lines(plan))
     assert f"{plan.prefill_instances} of them for prompts with 8 adapters on each, the others" in text
 
@@ -102,7 +107,7 @@ def test_adapters_of_an_instance_for_prompts_by_hand() -> None:
         prompts=replace(inputs.prompts, longest=10**6), shape=replace(inputs.shape, max_position=10**7)
     )
     assert Apart(Cluster(long)).own_slots == 0
-    assert not DividedSearch(Cluster(long), (), farthest=1.5, busiest=1.2).of(40)
+    assert not DividedSearch(Cluster(long), lambda _: (), farthest=1.5, busiest=1.2).of(40)
 
 
 def test_every_division_of_a_number_of_gpus_is_a_candidate() -> None:
@@ -117,6 +122,19 @@ def test_every_division_of_a_number_of_gpus_is_a_candidate() -> None:
     near = {place: nearness for nearness, _, place in search._candidates(9)}
     assert min(nearness for place, nearness in near.items() if place.prefill_instances == 3) >= share
     assert [near[one] for one in found] == sorted(near[one] for one in found)
+
+
+def test_kv_has_to_enter_the_instances_for_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 30 x 2500 tokens x 65536 bytes each second, over a link of 4 GB/s: 1.2288.
+    slow = NET | {"net_bytes_per_s": 4e9}
+    apart = Apart(
+        Cluster(given(profile=with_rates(read_profile("h200"), slow), assumed=slow, slo_tpot_s=0.1))
+    )
+    place = next(one for one in apart.places(4) if one.num_decoding == 1)
+    assert apart.nearness(place) == pytest.approx(1.2288)
+    monkeypatch.setattr(Apart, "move_s", 0.1)
+    near = {one.num_decoding: near for near, _, one in searched()._candidates(9) if near < math.inf}
+    assert near[3] == pytest.approx(1.0)
 
 
 def test_the_replayed_cluster_has_both_kinds_of_instances(plan: Plan) -> None:
@@ -146,6 +164,45 @@ def test_a_plan_has_prompts_in_its_share_and_in_ttft(plan: Plan) -> None:
     assert apart.own_slots == plan.prefill_slots
 
 
+def test_loads_of_both_sides_are_two_numbers() -> None:
+    cluster = Cluster(given(probabilities=zipf(40, 1.0)))
+    place = SizedCluster(Layout.parse("EP1-PP1"), 5, 8, 3, 2496)
+    plan, misses = divided_plan(cluster, place), miss_share(cluster.inputs.probabilities, 8)
+    assert (plan.loads_per_s, misses > 0.05) == (0.0, True), "the server holds all 40"
+    assert plan.prefill_loads_per_s == pytest.approx(30.0 * misses)
+    assert f"{30.0 * misses:.2f} adapters/s to the instances for prompts" in "\n".join(plan_lines(plan))
+
+
+def test_the_longest_request_fits_beside_the_adapter_of_the_largest_rank() -> None:
+    mix = AdapterMix(ranks=((16, 0.9), (256, 0.1)))
+    inputs = given(mix=mix, shape=replace(given().shape, max_position=10**7))
+    largest = replace(inputs, mix=mix.largest()).coupled_adapter_bytes
+    place = SizedCluster(Layout.parse("EP1-PP1"), 5, 8, 3, 2496)
+    plan = divided_plan(Cluster(inputs), place)
+    assert plan.max_model_len is not None
+    room = plan.kv_gb_per_rank * 1e9 - largest
+    assert room - 16 * inputs.kv_token_bytes < plan.max_model_len * inputs.kv_token_bytes <= room
+
+
+def test_each_load_is_made_once_and_all_requests_are_for_busy_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int | None] = []
+
+    def counted(*args: Any, num_requests: int | None = None, **words: Any) -> PlannedLoad:
+        made.append(num_requests)
+        return planned_load(*args, num_requests=num_requests, **words)
+
+    monkeypatch.setattr(checked, "planned_load", counted)
+    checked_plan(given(slo_tpot_s=0.1), LONG)
+    assert made == [400, 600]
+    inputs, place = given(probabilities=zipf(1000)), SizedCluster(Layout.parse("EP1-PP1"), 1)
+    loads_of = compared._server_loads(Cluster(inputs), Loads(inputs, LONG))
+    for busy, number in ((0.8, 2), (1.2, 3), (1.2, 3)):
+        queue = LoadQueue(loads_per_s=busy, load_s=1.0, misses=1.0)
+        monkeypatch.setattr(Cluster, "load_queue", Mock(return_value=queue))
+        assert len(list(loads_of(place))) == number
+    assert made[2:] == [400, 600, None]
+
+
 def test_if_nothing_else_holds_the_division_does_or_the_refusal_names_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -162,6 +219,15 @@ def test_if_nothing_else_holds_the_division_does_or_the_refusal_names_it(
     assert "as nothing else holds the load: not coupled. Nor with prompts apart: not apart" in plan.compared
     with pytest.raises(SloError, match="Nor do answers alone beside a LoRA Server: TPOT SLO"):
         checked_plan(given(slo_tpot_s=0.001), LONG)
+    of_gpus = checked_plan(given(gpus=plan.total_gpus), LONG)
+    of_instances = checked_plan(given(instances=plan.instances), LONG)
+    for one in (of_gpus, of_instances):
+        assert (one.total_gpus, one.instances) == (plan.total_gpus, plan.instances)
+        assert one.prefill_instances > 0
+    more = checked_plan(given(instances=plan.instances + 2), LONG)
+    assert (more.instances, more.prefill_instances > 0) == (plan.instances + 2, True)
+    with pytest.raises(SloError, match="beside a LoRA Server: no division of 3 GPUs holds"):
+        checked_plan(given(gpus=3), LONG)
 
 
 def test_without_a_rate_between_instances_no_division_is_named() -> None:

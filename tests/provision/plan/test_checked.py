@@ -66,7 +66,7 @@ def test_plan_of_the_models_that_misses_is_replaced_by_one_that_holds(plan: Plan
     given = inputs(**LOAD)
     modelled = make_plan(given)
     load = planned_load(given, 60.0, trace, num_requests=FEW)
-    search = PlaceSearch(Cluster(given), [load])
+    search = PlaceSearch(Cluster(given), lambda _: [load])
     assert not search.holds(place_of(modelled))
     assert plan.total_gpus >= modelled.total_gpus
     assert plan.binding_constraint == CHECK
@@ -75,7 +75,7 @@ def test_plan_of_the_models_that_misses_is_replaced_by_one_that_holds(plan: Plan
 def test_one_gpu_fewer_does_not_hold(plan: Plan, trace: Trace) -> None:
     given = inputs(**LOAD)
     load = planned_load(given, 60.0, trace, num_requests=FEW)
-    search = PlaceSearch(Cluster(given), [load], farthest=1.5, busiest=1.2)
+    search = PlaceSearch(Cluster(given), lambda _: [load], farthest=1.5, busiest=1.2)
     assert search.holding(plan.total_gpus - 1, at_most=20) is None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ class Routes:
 
     config: RoutingConfig
     router: Router
+    has_server: bool = False
     table: PhiRouting | None = None
     meter: DemandMeter | None = None
     ranks: dict[str, int] = field(default_factory=dict)
@@ -88,8 +89,9 @@ def make_routes(cluster: ClusterConfig) -> Routes:
         return Routes(config=config, router=LeastOutstanding(), ranks=ranks, steps=steps)
     from moe_lora.policies.routing.routers import PhiRouting, RoutingContext, make_router
 
-    # Adapters of a LoRA Server need not all take an instance's slots.
-    max_loras = engine.max_loras if cluster.lora_server is None else None
+    # Adapters of a LoRA Server need not all take an instance's slots; those of instances for prompts do.
+    has_server = cluster.lora_server is not None
+    max_loras = None if has_server and not config.prefill_instances else engine.max_loras
     context = RoutingContext(max_num_seqs=engine.max_num_seqs, max_loras=max_loras, model=model, ranks=ranks)
     router = make_router(name, context)
     table = router if isinstance(router, PhiRouting) else None
@@ -100,7 +102,8 @@ def make_routes(cluster: ClusterConfig) -> Routes:
         from moe_lora.policies.routing.demand import DemandMeter
 
         meter = DemandMeter(config.mean_output_tokens)
-    return Routes(config=config, router=router, table=table, meter=meter, ranks=ranks, steps=steps)
+    parts = Routes(config=config, router=router, has_server=has_server, ranks=ranks, steps=steps)
+    return replace(parts, table=table, meter=meter)
 
 
 def _weights(engine: EngineConfig) -> str | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,6 +15,7 @@ from moe_lora.config import FrontEndConfig
 from moe_lora.config.optional_parts import EmulationConfig, LoraServerConfig
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster.controller.routes import make_routes
+from moe_lora.dist.cluster.prefill_first import ByPhase
 from moe_lora.dist.host_workers.profile import host_section
 from moe_lora.policies.routing.model_routing import RankAware, ShortestPendingTime
 from moe_lora.timing.answer_lengths import FIRST_TOKENS
@@ -106,3 +108,22 @@ def test_the_settings_of_rank_aware_reach_the_router(tmp_path):
     router = cast(RankAware, make_routes(cluster_config(front_end)).router)
     assert (router._model.slo_tpot_s, router._model.cost) == (0.5, "all")
     assert router.mean_output_tokens == 30.0
+
+
+def test_instances_for_prompts_have_slots_beside_a_lora_server(tmp_path):
+    front_end = FrontEndConfig(
+        routing="shortest_pending_time",
+        performance_model=profile(tmp_path),
+        prefill_instances=("instance-0", "instance-1"),
+    )
+    config = replace(cluster_config(front_end, num_instances=4, max_loras=2), lora_server=LoraServerConfig())
+    begun = {"prompt": SimpleNamespace(is_begun=False), "answer": SimpleNamespace(is_begun=True)}
+    by_phase = ByPhase(make_routes(config), cast(Any, begun))
+    # The first of each kind has two adapters and little work, the second a long prompt.
+    instances = [Instance(0).give("a", "b"), Instance(1).give(None, prompt_tokens=900)]
+    instances += [Instance(2).give("a", "b"), Instance(3).give(None, prompt_tokens=900)]
+    for one in instances:
+        cast(Any, one).name = f"instance-{one.index}"
+    for request_id, chosen in (("prompt", 1), ("answer", 2)):
+        request = SimpleNamespace(request_id=request_id, adapter="large", prompt_tokens=4)
+        assert by_phase.choose(request, instances).index == chosen
