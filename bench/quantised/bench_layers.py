@@ -47,10 +47,13 @@ def title(form: Format | None) -> str:
 
 
 def any_weights(form: Format, num_out: int, width: int) -> QuantisedOperand:
-    """Bytes of ordinary numbers in each format; times do not depend on the values."""
+    """Random bytes of both signs that are numbers in each format, and a random scale per group."""
     sizes, kinds = form.sizes(num_out, width), form.dtypes(torch.bfloat16)
-    data = torch.full(sizes[0], 0x35, dtype=torch.uint8).view(kinds[0])
-    return QuantisedOperand(form, data, torch.full(sizes[1], 120, dtype=kinds[1]))
+    generator = torch.Generator().manual_seed(0)
+    size = torch.randint(127, sizes[0], generator=generator, dtype=torch.uint8)
+    sign = torch.randint(2, sizes[0], generator=generator, dtype=torch.uint8)
+    scale = 110 + 20 * torch.rand(sizes[1], generator=generator)
+    return QuantisedOperand(form, (size + 128 * sign).view(kinds[0]), scale.to(kinds[1]))
 
 
 def layers_of(form: Format | None, num_out: int, width: int, count: int) -> tuple[Callable[..., Any], int]:

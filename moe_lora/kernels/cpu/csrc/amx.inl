@@ -285,12 +285,12 @@ static IsaTable with_tile_dots(const char* name) {
     table.dot_bf16_to_f32 = tile_dot<Tiles, float>;
     table.dot_columns[kBf16] = kBlockColumns;
     const auto packed = [&](Codes codes, void (*dot)(const PackedTile&)) {
-        table.dot_packed[codes][kBf16] = {dot, INT64_MAX, kTiledColumns};
+        table.dot_packed[codes][kBf16] = {dot, 1, INT64_MAX, kTiledColumns};
     };
     packed(kInt8, packed_tile_dot<Tiles, kInt8>);
     packed(kInt8Zero, packed_tile_dot<Tiles, kInt8Zero>);
     packed(kFp8, packed_tile_dot<Tiles, kFp8>);
     packed(kNibbles, packed_tile_dot<Tiles, kNibbles>);
-    for (PackedDot& many : table.dot_many) many.rows = INT64_MAX;
+    for (PackedDot& many : table.dot_many) many = {};
     return table;
 }

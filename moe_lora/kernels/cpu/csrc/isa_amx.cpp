@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // AMX tile registers for the dots of bf16, over plain and quantised weights, and of bytes; the rest is avx512_bf16's.
-// The unit and the vector ports do not work at once, so what unpacks weights beside it is short (unpack_amx.inl).
+// The unit and the vector ports do not work at once, so what unpacks weights beside it is short (unpack_vbmi.inl).
 // Nothing of the C++ standard library may be used below: the linker could hand its copy to other sources.
 #include <cstdlib>
 
@@ -15,7 +15,7 @@ namespace {
 #include "vec_avx512_bf16.h"
 #include "amx.inl"
 #include "amx_dynamic.inl"
-#include "unpack_amx.inl"
+#include "unpack_vbmi.inl"
 
 // In assembler: the compiler's intrinsics are macros with literal register numbers only.
 struct AmxTiles {

@@ -12,7 +12,7 @@ MOE_LORA_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx512
 namespace {
 #include "tiles.inl"
 #include "vec_avx512_bf16.h"
-#include "unpack_amx.inl"
+#include "unpack_vbmi.inl"
 
 // As ByteWeights, 64 codes at a time.
 template <Codes kCodes>
@@ -26,7 +26,6 @@ struct TabledBytes {
     struct Rows : PackedRows<TabledBytes, R> {
         const SizeTable* table;  // of the first row's group
         int64_t apart;           // tables from row to row
-        __mmask64 lost = 0;
 
         MOE_LORA_INLINE Rows(const PackedTile& t, int64_t n) : PackedRows<TabledBytes, R>(t, n), apart(t.groups) {
             static thread_local SizeTable tables[kTables];
@@ -37,41 +36,26 @@ struct TabledBytes {
             table = own;
             this->next = this->group;
         }
-        bool has_failed() const { return lost != 0; }
         MOE_LORA_INLINE void open(int64_t k) {
             if (k < this->next) return;
             table++;
             this->next += this->group;
         }
         template <int Step>
-        MOE_LORA_INLINE void put(int j, int64_t k, T* out) {
-            if (Step == 1) return;
-            const SizeTable& of = table[j * apart];
-            const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), sign = _mm512_set1_epi8(char(128));
-            const __m512i code = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(this->w + j * this->row_bytes + k));
-            __m512i size = code;
-            if (kCodes == kInt8) {
-                size = _mm512_abs_epi8(code);
-                lost |= _mm512_movepi8_mask(size);
-            }
-            const __m512i low = _mm512_permutex2var_epi8(of.low[0], size, of.low[1]);
-            const __m512i high = _mm512_permutex2var_epi8(of.high[0], size, of.high[1]);
-            const __m512i with_sign = _mm512_ternarylogic_epi32(high, code, sign, 0x78);
-            _mm512_storeu_si512(out, _mm512_unpacklo_epi8(low, with_sign));
-            _mm512_storeu_si512(out + 32, _mm512_unpackhi_epi8(low, with_sign));
+        MOE_LORA_INLINE void put(int j, int64_t k, T* out) const {
+            if (Step == 0) look_up_bytes<kCodes>(this->w + j * this->row_bytes + k, table[j * apart], out);
         }
     };
 };
 
 template <Codes kCodes>
 void tabled_tile(const PackedTile& t) {
-    using Plain = ByteWeights<Avx512Bf16, bf16, kCodes>;
     // A table costs more than it saves where a group has a scale per row.
     const bool shared = t.num_w > 1 && t.group % 64 == 0 && t.scale[t.groups] == t.scale[0];
-    if (t.groups == 1 || (shared && 4 * t.groups <= TabledBytes<kCodes>::kTables))
-        many_tile<TabledBytes<kCodes>, Plain>(t);
+    if (t.groups == 1 || (shared && 2 * t.groups <= TabledBytes<kCodes>::kTables))
+        many_tile<TabledBytes<kCodes>>(t);
     else
-        many_tile<Plain>(t);
+        many_tile<ByteWeights<Avx512Bf16, bf16, kCodes>>(t);
 }
 }  // namespace
 

@@ -68,13 +68,16 @@ class PackedReader {
     }
     bool fits_vectors() const { return groups_ == 1 || group_ % 32 == 0; }
     // The scales of these rows are such that vectors round as the dequantised weights are rounded.
-    bool fits_vectors(const PackedTile& tile) const {
-        if (!fits_vectors()) return false;
-        for (int64_t i = 0; weights_.format <= kFormatFp8 && i < tile.num_w * groups_; i++) {
-            const float size = std::fabs(tile.scale[i]);
-            if (size != 0 && !(size >= 1 / kScaleLimit && size <= kScaleLimit)) return false;
+    bool scales_fit(const PackedTile& tile) const {
+        if (weights_.format > kFormatFp8) return true;
+        uint32_t outside = 0;  // without a branch: the compiler makes vectors of it
+        for (int64_t i = 0; i < tile.num_w * groups_; i++) {
+            uint32_t size;
+            memcpy(&size, tile.scale + i, 4);
+            size &= 0x7fffffff;
+            outside |= uint32_t(size != 0) & uint32_t(size - kLeastScaleBits > kMostScaleBits - kLeastScaleBits);
         }
-        return true;
+        return !outside;
     }
 
     // Rows [n, n + num) of an expert's matrix; scales: num * num_scales().
@@ -92,7 +95,8 @@ class PackedReader {
         const float* const values = weights_.format == kFormatInt4 ? kInt4Values : kMxfp4Values;
         const char* const w = static_cast<const char*>(weights_.data) + row * bytes_;
         const DotTile tile{nullptr, w, nullptr, nullptr, 0, num, width_, 0, w + num * bytes_};
-        return {tile, scales, zeros ? count : 0, values, group_, groups_, bytes_, weights_.format == kFormatMxfp4 && !zeros};
+        const bool exact = weights_.format == kFormatMxfp4 && !zeros;
+        return {tile, scales, zeros ? count : 0, values, group_, groups_, bytes_, exact};
     }
 
    private:
@@ -164,10 +168,10 @@ int32_t moe_lora_packed_linear(int32_t dtype, int32_t threads, const void* x, in
     const auto unpack = isa().unpack[codes][dtype];
     const PackedDot dot_few = reader.fits_vectors() ? isa().dot_packed[codes][dtype] : PackedDot{};
     const bool fits_many = dtype == kBf16 && width > 0 && reader.fits_vectors() && width % kManyStep == 0;
-    const PackedDot dot_many = fits_many ? isa().dot_many[codes] : PackedDot{nullptr, INT64_MAX, 0};
+    const PackedDot dot_many = fits_many ? isa().dot_many[codes] : PackedDot{};
     run_tasks(int64_t(tasks.size()), threads, [&](int64_t i, int64_t) {
         const LinearTask& t = tasks[i];
-        const bool many = t.rows >= dot_many.rows, packed = many || t.rows <= dot_few.rows;
+        const bool many = dot_many.takes(t.rows), packed = many || dot_few.takes(t.rows);
         const PackedDot& dot_packed = many ? dot_many : dot_few;
         const int64_t bytes = t.rows <= kFewRows ? kFewRowsBytes : kManyRowsBytes;
         const int64_t block =
@@ -178,10 +182,10 @@ int32_t moe_lora_packed_linear(int32_t dtype, int32_t threads, const void* x, in
         for (int64_t n = t.n; n < t.n + t.num; n += block) {
             const int64_t num = std::min(block, t.n + t.num - n);
             PackedTile tile = reader.rows(t.segment->expert, n, num, scales);
-            const bool fits = reader.fits_vectors(tile);
-            std::vector<char> odd(packed && !fits ? num * row_bytes : 0);
+            const bool fits = reader.fits_vectors() && reader.scales_fit(tile);
+            std::vector<char> unpacked_block(packed && !fits ? num * row_bytes : 0);
             if (!packed || !fits) {
-                char* const plain = packed ? odd.data() : unpacked;
+                char* const plain = packed ? unpacked_block.data() : unpacked;
                 fits ? unpack(tile, plain) : unpack_by_group(tile, codes, dtype, plain);
                 tile.w = plain, tile.next = nullptr;
             }

@@ -61,8 +61,8 @@ struct PackedTile : DotTile {  // w: num_w rows of codes, row_bytes apart
 
 constexpr int64_t kManyStep = 64;
 
-// Scales of bytes that vectors take are 0, or between this and its inverse.
-constexpr float kScaleLimit = 0x1p100f;
+// Scales of bytes that vectors take are 0, or of a size from 2^-100 to 2^100; the bits of both.
+constexpr uint32_t kLeastScaleBits = (127 - 100) << 23, kMostScaleBits = (127 + 100) << 23;
 
 // Kinds of codes of a PackedTile; int8 with and without zeros.
 enum Codes : int32_t { kInt8, kInt8Zero, kFp8, kNibbles, kNumCodes };
@@ -104,10 +104,12 @@ struct DeltaTile {
     int64_t tokens, channels, k_padded;
 };
 
-// A dot over quantised weights, with its rows of x and weights per call. `rows` 0: unpack first.
+// A dot over quantised weights, with its rows of x and weights per call; by default of no rows.
 struct PackedDot {
-    void (*run)(const PackedTile&);
-    int64_t rows, columns;
+    void (*run)(const PackedTile&) = nullptr;
+    int64_t least_rows = 1, most_rows = 0, columns = 0;
+
+    bool takes(int64_t rows) const { return rows >= least_rows && rows <= most_rows; }
 };
 
 struct IsaTable {
@@ -124,7 +126,7 @@ struct IsaTable {
     void (*store_bf16)(const float* row, int64_t count, float scale, void* out);
     void (*unpack[kNumCodes][2])(const PackedTile&, void* out);  // by codes and data type: rows of the tile, unpacked
     PackedDot dot_packed[kNumCodes][2];                          // by codes and data type
-    PackedDot dot_many[kNumCodes];  // by codes: of bf16, for `rows` or more, in widths of whole `kManyStep`s
+    PackedDot dot_many[kNumCodes];  // by codes: of bf16, in widths of whole `kManyStep`s
     int64_t dot_columns[2];                                      // weights that a dot takes together, by data type
     void (*quantise_f32)(const void* x, int64_t width, bool asymmetric, uint8_t* u, float* scale, int32_t* zero);
     void (*quantise_bf16)(const void* x, int64_t width, bool asymmetric, uint8_t* u, float* scale, int32_t* zero);

@@ -166,7 +166,8 @@ static MOE_LORA_INLINE void store_dots(const DotTile& t, int64_t row, int64_t n,
         static_assert(N <= 4, "a row of up to four sums");
         MOE_LORA_UNROLL
         for (int i = 0; i < M; i++)
-            store_sums<Out, N>(I::sum4(acc[i][0], acc[i][N > 1], acc[i][N > 2 ? 2 : 0], acc[i][N > 3 ? 3 : 0]), out(i), bias);
+            store_sums<Out, N>(I::sum4(acc[i][0], acc[i][N > 1], acc[i][N > 2 ? 2 : 0], acc[i][N > 3 ? 3 : 0]), out(i),
+                               bias);
     }
 }
 

@@ -5,8 +5,9 @@
 // Bytes: [rows][width], int8 or E4M3. Four bits: 64 codes in 32 bytes (byte i: element i low, element 32 + i high;
 // where width ends at a half, its bytes' high bits are 0). Scales: per row and group; a group is a multiple of 32.
 
-// Most rows of x with few registers. Weights per call, which converts their scales to fp32.
-constexpr int kPackedFew = 4;
+// Most rows of x with few registers; against pairs of weights, before x pushes itself out of the sets of the
+// first-level cache; and at all. Weights per call, which converts their scales to fp32.
+constexpr int kPackedFew = 4, kPackedPairs = 8, kPackedRows = 12;
 constexpr int64_t kPackedColumns = 48;
 
 // Bytes of codes in flight from memory, at least, and at most for the first-level cache: rows of 4 KiB
@@ -39,7 +40,6 @@ struct PackedRows {
           groups(t.groups),
           zero(t.zero),
           scale(t.scale + n * t.groups) {}
-    static constexpr bool has_failed() { return false; }
     // The bytes of a step of N rows, to the first-level cache if `first`, else to the second; lines that two steps
     // share are fetched twice.
     static MOE_LORA_INLINE const char* fetch(const char* ahead, int first) {
@@ -137,22 +137,22 @@ struct NibbleWeights {
         typename I::V by[N];
 
         MOE_LORA_INLINE Rows(const PackedTile& t, int64_t n)
-            : PackedRows<NibbleWeights, N>(t, n), values(t.values), exact(kPairs && t.exact) {
+            : PackedRows<NibbleWeights, N>(t, n), values(t.values), exact(t.exact) {
             open(0);
         }
         MOE_LORA_INLINE void open(int64_t k) {
             if (k < this->next) return;
             MOE_LORA_UNROLL
             for (int j = 0; j < N; j++) {
-                by[j] = I::set1(this->scale[j * this->groups]);
-                if (exact && k) continue;
+                if (kPairs) by[j] = I::set1(this->scale[j * this->groups]);
+                if (kPairs && exact && k) continue;
                 const float* const at = this->scale + j * this->groups;
                 typename I::V v[16 / I::kLanes];
                 MOE_LORA_UNROLL
                 for (int i = 0; i < 16 / I::kLanes; i++) {
                     v[i] = I::load(values + i * I::kLanes);
                     if (this->zero) v[i] = I::sub(v[i], I::set1(at[this->zero]));
-                    v[i] = exact ? v[i] : I::mul(v[i], I::set1(*at));
+                    v[i] = kPairs && exact ? v[i] : I::mul(v[i], I::set1(*at));
                 }
                 D::fill(table[j], v);
             }
@@ -233,17 +233,21 @@ static void packed_tile(const PackedTile& t) {
     using I = typename W::I;
     if constexpr (I::kTallRows == I::kMaxRows)
         packed_columns<W, 2, kPackedFew>(t);
-    else if (t.rows > I::kMaxRows)
-        packed_columns<W, 2, I::kTallRows>(t);
+    else if (t.rows > I::kMaxRows && t.rows <= kPackedPairs)
+        packed_columns<W, 2, kPackedPairs>(t);
     else
         packed_columns<W, 4, I::kMaxRows>(t);
 }
 
+// Beside dots of bf16, a second unpacking of bytes takes longer than their way through the cache.
 template <class W>
 constexpr PackedDot packed() {
     using I = typename W::I;
-    if constexpr (I::kMaxRows > 2)
-        return {packed_tile<W>, I::kTallRows > I::kMaxRows ? I::kTallRows : kPackedFew, kPackedColumns};
+    constexpr bool is_dear = W::kBits == 8 && sizeof(typename W::T) == 2;
+    if constexpr (I::kTallRows > I::kMaxRows)
+        return {packed_tile<W>, 1, is_dear ? kPackedPairs : kPackedRows, kPackedColumns};
+    else if constexpr (I::kMaxRows > 2)
+        return {packed_tile<W>, 1, kPackedFew, kPackedColumns};
     else
         return {};
 }

@@ -26,9 +26,12 @@ struct Buffer {
     }
 };
 
-// Unpacks R rows of W beside the steps of one block of dots, in spans of two steps. A row that W's way can't
-// unpack is unpacked again, as Rest.
-template <class W, class Rest, int R>
+// From a row of an unpacked block to the next: rows of 4 KiB would push each other out of the sets of the first-level
+// cache.
+static inline int64_t padded(int64_t width) { return width + 32; }
+
+// Unpacks R rows of W beside the steps of one block of dots, in spans of two steps.
+template <class W, int R>
 struct UnpackAhead {
     const PackedTile& tile;
     typename W::T* const to;
@@ -37,43 +40,61 @@ struct UnpackAhead {
     struct Walk {
         typename W::template Rows<R> w;
         typename W::T* const out;
-        const int64_t width, distance;
+        const int64_t apart, distance;
         template <class Number>
         MOE_LORA_INLINE void step(int64_t k, Number) {
             w.open(k);
             MOE_LORA_UNROLL
             for (int j = 0; j < R; j++) {
                 if (Number::value == 0) __builtin_prefetch(w.w + j * w.row_bytes + k * W::kBits / 8 + distance, 0, 2);
-                w.template put<Number::value>(j, k, out + j * width + k);
+                w.template put<Number::value>(j, k, out + j * apart + k);
             }
         }
     };
     bool is_due() const { return n + R <= tile.num_w; }
     template <class Rows>
     MOE_LORA_INLINE Walk start() const {
-        return {{tile, n}, to + n * tile.width, tile.width, tile.num_w * tile.row_bytes};
+        return {{tile, n}, to + n * padded(tile.width), padded(tile.width), tile.num_w * tile.row_bytes};
     }
-    MOE_LORA_INLINE void stop(const Walk& walk) {
-        if (walk.w.has_failed()) unpack_rows<Rest>(rows_of(tile, n, R), to + n * tile.width);
-        n += R;
-    }
+    MOE_LORA_INLINE void stop(const Walk&) { n += R; }
 };
 
-// Unpacked weights, whose steps come in the spans of their source.
+// The rows from n on, beside no dots.
+template <class W>
+static void unpack_rest(const PackedTile& t, int64_t n, typename W::T* to) {
+    UnpackAhead<W, 1> ahead{t, to, n};
+    while (ahead.is_due()) {
+        auto walk = ahead.template start<void>();
+        for_each_step<W>(t.width, [&](int64_t k, auto number) __attribute__((always_inline)) { walk.step(k, number); });
+        ahead.stop(walk);
+    }
+}
+
+// An unpacked block, whose steps come in the spans of its source.
 template <class W>
 struct UnpackedWeights : PlainWeights<typename W::I, typename W::T> {
+    using Plain = PlainWeights<typename W::I, typename W::T>;
     static constexpr int kSpan = 2 * W::D::kStep;
+
+    template <int N>
+    struct Rows : Plain::template Rows<N> {
+        static MOE_LORA_INLINE DotTile apart(DotTile t) {
+            t.width = padded(t.width);
+            return t;
+        }
+        MOE_LORA_INLINE Rows(const DotTile& t, int64_t n) : Plain::template Rows<N>(apart(t), n) {}
+    };
 };
 
 // All rows of x against a block, while `next` is unpacked to `to`, R rows per block of four weights.
-template <class W, class Rest, int R>
+template <class W, int R>
 static void dot_and_unpack(const DotTile& t, const PackedTile& next, typename W::T* to) {
     using I = typename W::I;
     using T = typename W::T;
-    using Plain = PlainWeights<I, T>;
+    using Block = UnpackedWeights<W>;
     const int64_t groups = num_row_groups(t.rows, I::kMaxRows);
     constexpr int kLeast = I::kMaxRows * 2 / 3;
-    UnpackAhead<W, Rest, R> ahead{next, to};
+    UnpackAhead<W, R> ahead{next, to};
     Prefetch none{};
     for (int64_t g = 0; g < groups; g++) {
         const int64_t row = t.rows * g / groups;
@@ -81,30 +102,28 @@ static void dot_and_unpack(const DotTile& t, const PackedTile& next, typename W:
         int64_t n = 0;
         for (; n + 4 <= t.num_w; n += 4)
             if (ahead.is_due())
-                dot_rows<UnpackedWeights<W>, T, 4, I::kMaxRows, kLeast>(t, row, rows, n, ahead);
+                dot_rows<Block, T, 4, I::kMaxRows, kLeast>(t, row, rows, n, ahead);
             else
-                dot_rows<Plain, T, 4, I::kMaxRows, kLeast>(t, row, rows, n, none);
-        for (; n < t.num_w; n++) dot_rows<Plain, T, 1, I::kMaxRows, kLeast>(t, row, rows, n, none);
+                dot_rows<Block, T, 4, I::kMaxRows, kLeast>(t, row, rows, n, none);
+        for (; n < t.num_w; n++) dot_rows<Block, T, 1, I::kMaxRows, kLeast>(t, row, rows, n, none);
     }
-    if (ahead.n < next.num_w) unpack_rows<Rest>(rows_of(next, ahead.n, next.num_w - ahead.n), to + ahead.n * t.width);
+    unpack_rest<W>(next, ahead.n, to);
 }
 
-template <class W, class Rest = W>
+template <class W>
 static void many_tile(const PackedTile& t) {
     using I = typename W::I;
     using T = typename W::T;
     static thread_local Buffer<T> buffer;
     const int64_t groups = num_row_groups(t.rows, I::kMaxRows), wanted = kAheadBytes / (t.width * int64_t(sizeof(T)));
     const int64_t block = wanted < 8 ? 4 : wanted / 4 * 4;
-    T *now = buffer.of(2 * block * t.width), *then = now + block * t.width;
-    unpack_rows<Rest>(rows_of(t, 0, block), now);
+    T *now = buffer.of(2 * block * padded(t.width)), *then = now + block * padded(t.width);
+    unpack_rest<W>(rows_of(t, 0, block), 0, now);
     for (int64_t n = 0; n < t.num_w; n += block) {
         DotTile tile = rows_of(t, n, block);
         tile.w = now;
         const PackedTile next = rows_of(t, n + block, block);
-        groups >= 4   ? dot_and_unpack<W, Rest, 1>(tile, next, then)
-        : groups >= 2 ? dot_and_unpack<W, Rest, 2>(tile, next, then)
-                      : dot_and_unpack<W, Rest, 4>(tile, next, then);
+        groups >= 4 ? dot_and_unpack<W, 1>(tile, next, then) : dot_and_unpack<W, 2>(tile, next, then);
         T* const last = now;
         now = then, then = last;
     }
@@ -200,9 +219,9 @@ static void pairs_tile(const PackedTile& t) {
 template <class W>
 constexpr PackedDot many() {
     if constexpr (W::I::kPairs)
-        return {pairs_tile<W>, kPackedFew + 1, kManyColumns};
+        return {pairs_tile<W>, kPackedFew + 1, INT64_MAX, kManyColumns};
     else if constexpr (W::I::kMaxRows > 2)
-        return {many_tile<W>, W::I::kTallRows + 1, kManyColumns};
+        return {many_tile<W>, kPackedPairs + 1, INT64_MAX, kManyColumns};
     else
-        return {nullptr, INT64_MAX, 0};
+        return {};
 }

@@ -148,7 +148,7 @@ struct Avx2 {
         const __m256i wide = _mm256_shuffle_epi8(codes, tops), nan = _mm256_set1_epi16(0x7f00);
         const __m256i is_nan = _mm256_cmpeq_epi16(_mm256_and_si256(wide, nan), nan);
         const __m256i half = _mm256_and_si256(_mm256_srai_epi16(wide, 1), _mm256_set1_epi16(short(0xbfff)));
-        const __m256i all = _mm256_or_si256(half, is_nan);
+        const __m256i all = _mm256_or_si256(half, _mm256_and_si256(is_nan, nan));
         return {_mm256_cvtph_ps(_mm256_castsi256_si128(all)), _mm256_cvtph_ps(_mm256_extracti128_si256(all, 1))};
     }
     static inline V load(const float* p) { return _mm256_loadu_ps(p); }
@@ -206,8 +206,8 @@ struct Avx2 {
             const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
             return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
         }
-        // The same in fp32, within `kScaleLimit`: beside 1.5 * 2^16 times its own power of two, a value has the last
-        // bit of bf16.
+        // The same in fp32, within the limits of scales: beside 1.5 * 2^16 times its own power of two, a value has the
+        // last bit of bf16.
         static inline Unpacked rounded(Unpacked value) {
             const Kept* const constants = kept();
             const V mask = *(const V*)constants->power, by = *(const V*)constants->by;
@@ -234,7 +234,7 @@ struct Avx2 {
             const __m128i low = _mm_shuffle_epi8(table.low, code), high = _mm_shuffle_epi8(table.high, code);
             return _mm256_setr_m128i(_mm_unpacklo_epi8(low, high), _mm_unpackhi_epi8(low, high));
         }
-        static inline Unpacked unpacked(Raw raw) { 
+        static inline Unpacked unpacked(Raw raw) {
             asm("" : "+x"(raw));  // loaded once
             return {even(raw), odd(raw)};
         }

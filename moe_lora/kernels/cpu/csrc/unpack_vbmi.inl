@@ -3,7 +3,8 @@
 // Included after tiles.inl.
 //
 // Codes of 8 bits are a sign and a size: a table of 128 values in four registers per scale. Rows with a scale of their
-// own keep their tables until their last chunk, and rows with common scales share them.
+// own keep their tables until their last chunk, and rows with common scales share them. Of int8 the table has -128
+// in the place of 0.
 
 // 32 values times `by`, in order.
 static MOE_LORA_INLINE __m512i scaled_words(const float* values, __m512 by) {
@@ -36,33 +37,24 @@ struct SizeTable {
 struct Int8Sizes {
     float of[128];
     constexpr Int8Sizes() : of() {
-        for (int i = 0; i < 128; i++) of[i] = float(i);
+        for (int i = 0; i < 128; i++) of[i] = i ? float(i) : 128;
     }
 };
 constexpr Int8Sizes kInt8Sizes;
 
-// `count` codes, a multiple of 64; false at a code without a size (-128).
+// 64 codes.
 template <Codes kCodes>
-static inline bool look_up_bytes(const uint8_t* codes, int64_t count, const SizeTable& table, const char* ahead,
-                                 bf16* out) {
-    const __m512i low0 = table.low[0], low1 = table.low[1], high0 = table.high[0], high1 = table.high[1];
+static MOE_LORA_INLINE void look_up_bytes(const uint8_t* codes, const SizeTable& table, bf16* out) {
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), sign = _mm512_set1_epi8(char(128));
-    __mmask64 lost = 0;
-    for (int64_t k = 0; k < count; k += 64) {
-        __builtin_prefetch(ahead + k, 0, 2);
-        const __m512i code = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes + k));
-        __m512i size = code;  // permutations read the low 7 bits
-        if (kCodes == kInt8) {
-            size = _mm512_abs_epi8(code);
-            lost |= _mm512_movepi8_mask(size);
-        }
-        const __m512i low = _mm512_permutex2var_epi8(low0, size, low1);
-        const __m512i high = _mm512_permutex2var_epi8(high0, size, high1);
-        const __m512i with_sign = _mm512_ternarylogic_epi32(high, code, sign, 0x78);  // high ^ (code & sign)
-        _mm512_storeu_si512(out + k, _mm512_unpacklo_epi8(low, with_sign));
-        _mm512_storeu_si512(out + k + 32, _mm512_unpackhi_epi8(low, with_sign));
-    }
-    return !lost;
+    const __m512i code = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes));
+    __m512i size = code;  // permutations read the low 7 bits
+    __mmask64 is_some = ~__mmask64(0);
+    if (kCodes == kInt8) size = _mm512_abs_epi8(code), is_some = _mm512_test_epi8_mask(code, code);
+    const __m512i low = _mm512_maskz_permutex2var_epi8(is_some, table.low[0], size, table.low[1]);
+    const __m512i high = _mm512_maskz_permutex2var_epi8(is_some, table.high[0], size, table.high[1]);
+    const __m512i with_sign = _mm512_ternarylogic_epi32(high, code, sign, 0x78);  // high ^ (code & sign)
+    _mm512_storeu_si512(out, _mm512_unpacklo_epi8(low, with_sign));
+    _mm512_storeu_si512(out + 32, _mm512_unpackhi_epi8(low, with_sign));
 }
 
 // False if a row needs the plain way; nothing of `to` counts then.
@@ -87,8 +79,11 @@ static inline bool unpack_bytes(const PackedTile& t, bf16* to) {
                 if (t.groups > 1 && (n + 1 == t.num_w || scale[t.groups] != *scale)) return false;
                 table.fill(kCodes == kFp8 ? kFp8Values.of : kInt8Sizes.of, *scale);
             }
-            if (!look_up_bytes<kCodes>(first + n * t.row_bytes + k, count, table, ahead, to + n * t.width + k))
-                return false;
+            const SizeTable held = table;  // in registers
+            for (int64_t i = 0; i < count; i += 64) {
+                __builtin_prefetch(ahead + i, 0, 2);
+                look_up_bytes<kCodes>(first + n * t.row_bytes + k + i, held, to + n * t.width + k + i);
+            }
         }
     return true;
 }
