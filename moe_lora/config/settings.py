@@ -17,6 +17,7 @@ import difflib
 import functools
 import inspect
 import math
+import os
 import re
 import textwrap
 import types
@@ -39,7 +40,10 @@ WORDS: dict[Any, str] = {
     tuple[str, ...]: "a list of texts",
 }
 """Types of values as users are told of them."""
-_NUMBERS: dict[Any, type] = {int: Integral, float: Real, bool: bool, types.NoneType: types.NoneType}
+_TYPES: dict[Any, Any] = {
+    **{int: Integral, float: Real, bool: bool, types.NoneType: types.NoneType, str: (str, os.PathLike)},
+    **dict.fromkeys((tuple[int, ...], tuple[str, ...]), (tuple, list)),
+}
 
 
 class Rule:
@@ -108,7 +112,7 @@ class Setting(typing.NamedTuple):
 
     def check(self, place: str, value: Any) -> None:
         """Raise ConfigError, naming `place`, for a value that is not allowed."""
-        kinds: Any = tuple(_NUMBERS.get(kind, object) for kind in self.kinds)
+        kinds: Any = tuple(_TYPES.get(kind, object) for kind in self.kinds)
         if not isinstance(value, kinds):
             raise self.wrong_kind(place, value)
         rule, allowed = self.rule, self.allowed()
@@ -163,9 +167,14 @@ class Settings:
     def __post_init__(self) -> None:
         kind: Any = type(self)
         for one in settings_of(kind).values():
-            value = getattr(self, one.name)
+            value, place = getattr(self, one.name), f"{self.SECTION}.{one.name}".lstrip(".")
+            if isinstance(value, Real) and type(value) not in (bool, int, float):
+                value = int(value) if isinstance(value, Integral) else float(value)
+                object.__setattr__(self, one.name, value)
             if value is not None:
-                one.check(f"{self.SECTION}.{one.name}".lstrip("."), value)
+                one.check(place, value)
+            elif types.NoneType not in one.kinds:
+                raise one.wrong_kind(place, value)
 
 
 def setting(default: Any = MISSING, **rule: Any) -> Any:

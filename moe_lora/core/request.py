@@ -129,6 +129,7 @@ _FORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "allowed_token_ids": (_Ids, "token ids"),
     "bad_words": (_texts, "a string, or strings"),
     "bad_word_ids": (_Rows, "lists of token ids"),
+    "grammar": (str.__str__, "a grammar's text"),
     "processed_logprobs": ({**_BOOLS, "alone": "alone"}.__getitem__, "true, false or alone"),
     **dict.fromkeys(("ignore_eos", "hidden_state", "routed_experts"), (_BOOLS.__getitem__, "true or false")),
     **dict.fromkeys(_COUNTS, (index, "a whole number")),

@@ -136,7 +136,7 @@ class Publisher:
         except (ValueError, KeyError, TypeError):
             reason = f"status {answer.status_code}: {answer.text[:300]}"
         kind = NoAnswerError if answer.is_server_error else AdapterError
-        raise kind(f"the server did not accept {self.name!r}: {reason}")
+        raise kind(f"the server at {self._http.base_url} did not accept {self.name!r}: {reason}")
 
 
 def plain(value: Any) -> Any:

@@ -83,16 +83,22 @@ def test_its_range_holds_in_the_file_and_in_python(value: float) -> None:
         ("kv_cache_gb", "1", "a number or null"),
         ("eager", "yes", "true or false"),
         ("eager", 1, "true or false"),
+        ("max_num_seqs", None, "a whole number"),
+        ("eager", None, "true or false"),
+        ("model_dir", None, "a text"),
+        ("dtype", 1, "a text"),
+        ("decode_buckets", 8, "a list of whole numbers or null"),
     ],
 )
 def test_python_s_value_of_another_type_is_refused_by_name(name: str, value: Any, kind: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name}={value!r} must be {kind}$"):
-        EngineConfig(model_dir="m", **{name: value})
+        EngineConfig(**{"model_dir": "m", name: value})
 
 
 def test_numpy_s_numbers_are_numbers() -> None:
     config = EngineConfig(model_dir="m", max_num_seqs=np.int64(4), kv_cache_gb=np.float32(1))
     assert (config.max_num_seqs, config.kv_cache_gb) == (4, 1)
+    assert (type(config.max_num_seqs), type(config.kv_cache_gb)) == (int, float)
 
 
 def test_options_that_switch_and_lists_are_known_by_their_types() -> None:

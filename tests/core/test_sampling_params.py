@@ -81,6 +81,8 @@ def test_none_is_no_entry_or_the_default(name):
         ("temperature", "0.5"),
         ("top_p", torch.tensor([0.5, 0.5])),
         ("thinking", 5),
+        ("grammar", 5),
+        ("grammar", {"type": "object"}),
         *((name, "5") for name in ("max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs")),
         ("max_tokens", 5.0),
         ("prompt_logprob_start", "0"),

@@ -97,7 +97,7 @@ def test_an_answer_without_the_name_s_version_is_an_error(tmp_path: Path) -> Non
     publisher._http = httpx.Client(
         base_url="http://server", transport=httpx.MockTransport(lambda request: found)
     )
-    with pytest.raises(AdapterError, match=r"did not accept 'policy': status 200: .*adapters"):
+    with pytest.raises(AdapterError, match=r"at http://\S+ did not accept 'policy': status 200: .*adapters"):
         publisher.publish(*parts("upper"))
 
 

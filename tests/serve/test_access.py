@@ -239,7 +239,7 @@ def test_version_and_health_need_no_key(tenants):
         assert tenants.http.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/live"])
+@pytest.mark.parametrize("path", ["/health", "/ready", "/live", "/ping", "/liveness"])
 def test_load_balancers_may_ask_without_a_body(tenants, path):
     found, whole = tenants.http.head(path), tenants.http.get(path)
     assert (found.status_code, found.content) == (200, b"")

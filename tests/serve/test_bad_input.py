@@ -88,9 +88,10 @@ def test_a_compressed_body_is_415_and_named(any_server, path):
     method, body = "PUT" if "adapters/" in path else "POST", gzip.compress(b'{"prompt": "hello"}')
     found = any_server.http.request(method, path, content=body, headers=headers)
     assert error_of(found, 415) == "Content-Encoding: gzip is not read; send the body uncompressed"
-    headers["Content-Encoding"] = "identity"
     plain = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
-    assert any_server.http.post("/v1/completions", content=plain, headers=headers).status_code == 200
+    for coding in ("identity", "UTF-8"):
+        headers["Content-Encoding"] = coding
+        assert any_server.http.post("/v1/completions", content=plain, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,10 @@ class Follower:
             only = sole_token(words)
             if only is not None and not matcher.validate_tokens([only]):
                 # llguidance forces an added token of the same text, and then refuses the token.
-                start = self._tokenizer.tokenize_bytes(matcher.compute_ff_bytes()[:1])
+                text = matcher.compute_ff_bytes()
+                width = 1 + sum(text[:1] >= lead for lead in (b"\xc0", b"\xe0", b"\xf0"))
+                starts = (self._tokenizer.tokenize_bytes(text[:end])[:1] for end in (width, 1))
+                start = next(filter(matcher.validate_tokens, starts), [])
                 words = bits_of(start, self._vocab_size)
             for token in self._eos:
                 words[token // BITS] &= ~np.uint32(1 << token % BITS)

@@ -67,6 +67,7 @@ LATER = (
     ("POST /invocations", INVOCATIONS, "invoke", "Any of the generating endpoints, by the body."),
     ("POST /ping", INVOCATIONS, "ping", "As /health."),
     ("GET /ping", INVOCATIONS, "ping", "As /health."),
+    ("HEAD /ping", INVOCATIONS, "ping", "As /health."),
     ("GET /load", INVOCATIONS, "load", "Number of running choices."),
     ("POST /generate", NATIVE, "generate", "Answer a text or token ids (SGLang)."),
     ("POST /v1/score", SCORING, "score", "How likely labels come next (SGLang)."),
@@ -86,7 +87,8 @@ LATER = (
     ("GET /get_world_size", CONTROLS, "world_size", "Number of processes with the model."),
     ("POST /reset_prefix_cache", CONTROLS, "reset_prefix_cache", "Forget all computed prompts."),
     ("GET /liveness", CONTROLS, "liveness", "As /live."),
-    ("GET /health_generate", CONTROLS, "health_generate", "200 after one generated token."),
+    ("HEAD /liveness", CONTROLS, "liveness", "As /live."),
+    ("GET /health_generate", CONTROLS, "health_generate", "200 after a token; at once if paused or asleep."),
     ("POST /pause_generation", CONTROLS, "pause_generation", "As /pause (SGLang)."),
     ("POST /continue_generation", CONTROLS, "continue_generation", "As /resume (SGLang)."),
     ("GET /flush_cache", CONTROLS, "flush_cache", "As /reset_prefix_cache (SGLang)."),
@@ -175,6 +177,7 @@ def later_router(frontend: Frontend, preparer: Preparer) -> APIRouter:
             name=name,
             description=description,
             response_model=None,
+            include_in_schema=method != "HEAD",
             openapi_extra=_form_of(method, path),
         )
 

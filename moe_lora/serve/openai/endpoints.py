@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 import uuid
 from collections import Counter
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Prepare: TypeAlias = "Callable[[type[SamplingFields], bytearray, ModelInfo, Scope], Awaitable[Prepared]]"
 Respond: TypeAlias = "Callable[[Request, Generation, dict[str, Any], dict[str, str]], Awaitable[Response]]"
+_COMPRESSED = re.compile(r"\b(gzip|deflate|compress|br|zstd)\b", re.IGNORECASE)
 CLIENT_GONE = 499
 """Proxies' status for a client's early close."""
 LEAST_LOGPROB = -9999.0
@@ -580,7 +582,7 @@ class RequestIds:
             return send(message)
 
         app = partial(allow_origin, self._app, self._origins) if "origin" in headers else self._app
-        if headers.get("content-encoding", "identity").lower() not in ("identity", ""):
+        if _COMPRESSED.search(headers.get("content-encoding", "")):
             what = f"Content-Encoding: {headers['content-encoding']} is not read; send the body uncompressed"
             app = JsonResponse(ApiError(415, what).body_for(scope["path"]), 415)
         await app(scope, receive, named)

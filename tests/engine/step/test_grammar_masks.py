@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -17,7 +18,7 @@ from llguidance import LLMatcher
 
 from moe_lora import LLM, GenerationError, SamplingParams
 from moe_lora.core.request import GenerateRequest
-from moe_lora.engine.step.grammar_masks import Follower, Grammars, sole_token
+from moe_lora.engine.step.grammar_masks import Follower, Grammars, bits_of, sole_token
 from moe_lora.engine.text.grammars import (
     choice_grammar,
     grammar_tokenizer,
@@ -169,11 +170,12 @@ def test_text_that_reads_as_a_special_token_is_spelled(llm):
 def test_forced_text_with_an_added_token_is_spelled_by_plain_tokens():
     """Also with an added token for a part of a longer token's bytes, and the end as text."""
     tokenizer = wrapped(byte_level())
-    added = ["<think>", "</think>", "the"]
+    added = ["<think>", "</think>", "the", "\u00e9"]
     tokenizer.backend.add_tokens(added)
     size, eos = tokenizer.vocab_size, tokenizer.eos_token_ids
     masks = grammar_tokenizer(tokenizer, size, eos)
-    grammar = regex_grammar("<think>\nthe</s></think>\nthe fox")
+    whole = "\u00e9<think>\nthe</s></think>\nthe \u00e9 fox"
+    grammar = regex_grammar(whole)
     follower = Follower(matcher_of(grammar, masks), masks, eos, eos, size)
     tokens: list[int] = []
     while not tokens or tokens[-1] not in eos:
@@ -183,7 +185,23 @@ def test_forced_text_with_an_added_token_is_spelled_by_plain_tokens():
         tokens.append(next(one for one in range(size) if mask.words[one // 32] >> one % 32 & 1))
         assert found in (None, tokens[-1])
     text = tokenizer.decode(tokens[:-1], skip_special_tokens=False)
-    assert text == "<think>\nthe</s></think>\nthe fox"
+    assert text == whole
+
+
+@pytest.mark.parametrize(("spelling", "found"), [([5, 6], 5), ([7, 6], None)])
+def test_forced_text_starts_with_the_first_accepted_token_of_a_whole_character(spelling, found):
+    matcher = SimpleNamespace(
+        is_accepting=lambda: False,
+        is_stopped=lambda: False,
+        is_error=lambda: False,
+        get_error=lambda: "",
+        compute_bitmask=lambda: bits_of((3,), 32).tobytes(),
+        compute_ff_bytes="\u65e5\u672c".encode,
+        validate_tokens=lambda tokens: int(tokens == [5]),
+    )
+    tokenizer = SimpleNamespace(tokenize_bytes={"\u65e5".encode(): spelling, b"\xe6": [9]}.__getitem__)
+    mask = Follower(matcher, tokenizer, (), (), 32).advance(())  # type: ignore[arg-type]
+    assert (sole_token(mask.words), mask.problem is None) == (found, found is not None)
 
 
 def test_a_grammar_that_the_vocabulary_cannot_spell_ends_its_request_alone(llm):
