@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -106,9 +107,12 @@ class LeaseClient:
         self._registered.discard(adapter_id)
         network().loop.call_soon_threadsafe(self._unregister, adapter_id)
 
-    def drop(self, adapter_id: str) -> None:
-        """Have files deleted on all hosts after the last registration; nothing without a leader."""
-        network().loop.call_soon_threadsafe(self._tell, "drop", adapter_id)
+    def drop(self, adapter_id: str, *, only_unused: bool = False) -> None:
+        """Have files deleted on all hosts after the last registration; nothing without a leader.
+
+        only_unused: a registered adapter's files stay.
+        """
+        network().loop.call_soon_threadsafe(self._tell, "drop", adapter_id, only_unused)
 
     def acquire(self, adapter_id: str, asker: Asker = ANYBODY) -> bool:
         """Request a lease; False if the server is away or refused the adapter.
@@ -206,10 +210,10 @@ class LeaseClient:
         self._rejected.clear()
         self._on_change()
 
-    def _tell(self, method: str, adapter_id: str) -> None:
+    def _tell(self, method: str, *args: Any) -> None:
         """Sends nothing without a leader: the next gets all needs."""
         if self._peer is not None:
-            self._peer.call(method, adapter_id)
+            self._peer.call(method, *args)
 
     def _start_task(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
