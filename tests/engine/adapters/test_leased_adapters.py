@@ -18,7 +18,7 @@ from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.config import EngineConfig
-from moe_lora.core.errors import CapacityError, LoraServerError
+from moe_lora.core.errors import CapacityError, LoraServerError, StorageError
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from moe_lora.engine.adapters.make_store import make_store
@@ -391,6 +391,20 @@ def test_a_drop_while_a_load_maps_the_file_has_the_file_written_again(leases, mo
     held(leases, adapter)
     assert adapter.lease is not None
     assert len(mapped) > 1
+    assert "a" in store
+
+
+def test_a_whole_file_that_can_not_be_mapped_stays(tmp_path, monkeypatch):
+    """As without a free file descriptor."""
+    store = HostStore(tmp_path)
+    store.put(random_adapter("a", SHAPE))
+
+    def refused(*given, **words):
+        raise RuntimeError("unable to open file: Too many open files (24)")
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", refused)
+    with pytest.raises(StorageError, match=r"can't be mapped now: .* Too many open files"):
+        AdapterContents(SHAPE, torch.float32, store)._kept("a", "a")
     assert "a" in store
 
 
