@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_S = 30.0
 _NUM_TRIES = 3
+_GIVE_PAUSES_S = 0.2, 1.0, 3.0, 0.0
 NUM_REGISTERS = 8
 """In flight at a rejoin: a longer backlog starves pings."""
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
@@ -248,10 +249,15 @@ class LeaseClient:
     async def _make_known(self, peer: Peer, adapter_id: str) -> None:
         try:
             for _ in range(_NUM_TRIES):  # a drop may delete the file meanwhile
+                if adapter_id not in self._registered:
+                    return
                 if await peer.call("register", adapter_id):
                     break
-                with suppress(FileNotFoundError, PeerEndedError):
-                    await self._give(adapter_id)
+                with suppress(FileNotFoundError):
+                    await self._give_repeatedly(peer, adapter_id)
+                if adapter_id not in self._registered:  # the unload came before the content
+                    self._tell("drop", adapter_id, True)
+                    return
             else:
                 raise LoraServerError("the LoRA Server can't read the content that it was sent")
         except PeerEndedError:
@@ -309,10 +315,21 @@ class LeaseClient:
 
     async def _give_needed(self, peer: Peer, adapter_id: str) -> None:
         try:
-            await self._give(adapter_id)
+            await self._give_repeatedly(peer, adapter_id)
         except Exception as error:
             logger.error("adapter %s can't be given to the LoRA Server: %s", adapter_id, error)
             peer.call("fail_content", adapter_id, str(error))
+
+    async def _give_repeatedly(self, peer: Peer, adapter_id: str) -> None:
+        """`_give`, again after a cut while the leader is there.  Raises LoraServerError."""
+        for pause_s in _GIVE_PAUSES_S:
+            try:
+                await self._give(adapter_id)
+                return
+            except PeerEndedError as error:
+                await asyncio.sleep(pause_s)
+                if peer.ended.is_set() or pause_s == _GIVE_PAUSES_S[-1]:
+                    raise LoraServerError(f"the content's transfer was cut: {error}") from error
 
     async def _give(self, adapter_id: str) -> None:
         """Send the content over a connection of its own, which delays no lease; in turn."""
