@@ -225,23 +225,32 @@ class LeaseClient:
     async def _register(self, adapter_id: str) -> None:
         self._registered.add(adapter_id)
         self._rejected.pop(adapter_id, None)
-        if self._peer is not None:
-            known = self._start_task(self._make_known(self._peer, adapter_id))
-            await asyncio.wait([known], timeout=_ANSWER_S)
+        if (peer := self._peer) is not None:
+            known = self._start_task(self._make_known(peer, adapter_id))
+            if not (await asyncio.wait([known], timeout=_ANSWER_S))[0]:
+                again = self._make_known_again(peer, adapter_id, asyncio.Semaphore(), known)
+                self._start_task(again)
         error = self._rejected.pop(adapter_id, None)
         if error is not None:
             self._registered.discard(adapter_id)
             raise error if isinstance(error, CapacityError) else CapacityError(str(error)) from error
 
-    async def _make_known_again(self, peer: Peer, adapter_id: str, turns: asyncio.Semaphore) -> None:
-        """Register at a rejoin; repeats after passing errors."""
+    async def _make_known_again(
+        self,
+        peer: Peer,
+        adapter_id: str,
+        turns: asyncio.Semaphore,
+        first: asyncio.Task[None] | None = None,
+    ) -> None:
+        """Register at a rejoin, or after the `first` try; repeats after passing errors."""
         pause_s, error = FIRST_RETRY_S, None
         while adapter_id in self._registered and self._rejected.get(adapter_id) is error:
             async with turns:
                 if adapter_id in self._registered:
-                    await self._make_known(peer, adapter_id)
+                    await (first or self._make_known(peer, adapter_id))
+                    first = None
             error = self._rejected.get(adapter_id)
-            if error is None or _is_final(error):
+            if error is None or _is_final(error) or peer.ended.is_set():
                 return
             await asyncio.sleep(pause_s)
             pause_s = min(LONGEST_RETRY_S, 2 * pause_s)

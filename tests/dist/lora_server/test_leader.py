@@ -18,7 +18,7 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.leases.leases import LeaseTable
 from moe_lora.core.errors import AdapterNotFoundError, CapacityError, LoraServerError, StorageError
 from moe_lora.core.records import ServerState
-from moe_lora.dist.lora_server import content, leader
+from moe_lora.dist.lora_server import attach, content, leader
 from moe_lora.dist.lora_server.attach import NUM_REGISTERS, LeaseClient
 from moe_lora.dist.lora_server.control import called, join, network
 from moe_lora.dist.lora_server.leader import Leader, OwnRank
@@ -761,6 +761,31 @@ def test_a_load_that_is_cut_each_time_names_the_cut(tmp_path, monkeypatch):
         client.store.put(random_adapter("a", SHAPE))
         with pytest.raises(CapacityError, match="transfer was cut"):
             cluster.leases(client).register("a")
+
+
+def test_a_load_whose_answer_is_late_outlasts_a_passing_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(attach, "_ANSWER_S", 0.01)
+    monkeypatch.setattr(attach, "FIRST_RETRY_S", 0.01)
+    may_fail = threading.Event()
+    with Cluster(SHAPE, store_dir=str(tmp_path / "leader"), capacity=2) as cluster:
+        client = cluster.client("one", store_dir=str(tmp_path / "client"))
+        client.store.put(random_adapter("a", SHAPE))
+        leases = cluster.leases(client)
+        give = leases._give
+
+        async def fail_once(adapter_id: str) -> None:
+            if not may_fail.is_set():
+                await asyncio.to_thread(may_fail.wait, PATIENCE_S)
+                raise LoraServerError("no LoRA Server answers")
+            monkeypatch.setattr(attach, "_ANSWER_S", PATIENCE_S)
+            await give(adapter_id)
+
+        monkeypatch.setattr(leases, "_give", fail_once)
+        leases.register("a")
+        leases.acquire("a")
+        may_fail.set()
+        granted(leases, "a")
+        assert leases.knows("a")
 
 
 def test_an_unload_during_its_own_transfer_leaves_no_file(tmp_path, monkeypatch):
