@@ -176,10 +176,10 @@ class AdapterContents:
         with self._lock:
             self._remove(self._served.pop(name, []))
 
-    def discard(self, content_hash: str) -> None:
-        """Drop a refused load's content."""
+    def is_served(self, content_hash: str) -> bool:
+        """True if a name may return to the content."""
         with self._lock:
-            self._remove([content_hash])
+            return any(content_hash in hashes for hashes in self._served.values())
 
     def _composed(self, name: str, path: str) -> PackedAdapter:
         """The weighted sum at `path`."""

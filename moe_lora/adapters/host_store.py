@@ -127,7 +127,10 @@ class HostStore:
             ) from error
 
     def get(self, content_hash: str, name: str) -> PackedAdapter:
-        """The adapter of this hash, mapped from the file.  Raises AdapterError."""
+        """The adapter of this hash, mapped from the file.
+
+        Raises AdapterError; StorageError if the process can't map it now.
+        """
         path = self.path(content_hash)
         mapped = self._mapped.get(content_hash)
         if mapped is not None and not path.exists():
@@ -140,10 +143,12 @@ class HostStore:
                     PackedLayer(**{part: file.get_tensor(f"{number}.{part}") for part in _PARTS})
                     for number in range(int(metadata["layers"]))
                 )
-        # RuntimeError: the file is deleted between its header and its data.
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
             if mapped is not None:
                 return replace(mapped, name=name)
+            # The file is whole, unless it is deleted between its header and its data.
+            if isinstance(error, RuntimeError) and path.exists():
+                raise StorageError(f"{path.name} can't be mapped now: {error}") from error
             raise AdapterError(f"{path.name}: not a packed adapter that can be read ({error})") from error
         facts |= {key: tuple(facts[key]) for key in ("targets", "invocation") if key in facts}
         packed = PackedAdapter(name=name, layers=layers, content_hash=content_hash, **facts)

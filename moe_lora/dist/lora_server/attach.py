@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_S = 30.0
 _NUM_TRIES = 3
+_GIVE_PAUSES_S = 0.2, 1.0, 3.0, 0.0
 NUM_REGISTERS = 8
 """In flight at a rejoin: a longer backlog starves pings."""
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
@@ -106,9 +108,12 @@ class LeaseClient:
         self._registered.discard(adapter_id)
         network().loop.call_soon_threadsafe(self._unregister, adapter_id)
 
-    def drop(self, adapter_id: str) -> None:
-        """Have files deleted on all hosts after the last registration; nothing without a leader."""
-        network().loop.call_soon_threadsafe(self._tell, "drop", adapter_id)
+    def drop(self, adapter_id: str, *, only_unused: bool = False) -> None:
+        """Have files deleted on all hosts after the last registration; nothing without a leader.
+
+        only_unused: a registered adapter's files stay.
+        """
+        network().loop.call_soon_threadsafe(self._tell, "drop", adapter_id, only_unused)
 
     def acquire(self, adapter_id: str, asker: Asker = ANYBODY) -> bool:
         """Request a lease; False if the server is away or refused the adapter.
@@ -206,10 +211,10 @@ class LeaseClient:
         self._rejected.clear()
         self._on_change()
 
-    def _tell(self, method: str, adapter_id: str) -> None:
+    def _tell(self, method: str, *args: Any) -> None:
         """Sends nothing without a leader: the next gets all needs."""
         if self._peer is not None:
-            self._peer.call(method, adapter_id)
+            self._peer.call(method, *args)
 
     def _start_task(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -220,23 +225,32 @@ class LeaseClient:
     async def _register(self, adapter_id: str) -> None:
         self._registered.add(adapter_id)
         self._rejected.pop(adapter_id, None)
-        if self._peer is not None:
-            known = self._start_task(self._make_known(self._peer, adapter_id))
-            await asyncio.wait([known], timeout=_ANSWER_S)
+        if (peer := self._peer) is not None:
+            known = self._start_task(self._make_known(peer, adapter_id))
+            if not (await asyncio.wait([known], timeout=_ANSWER_S))[0]:
+                again = self._make_known_again(peer, adapter_id, asyncio.Semaphore(), known)
+                self._start_task(again)
         error = self._rejected.pop(adapter_id, None)
         if error is not None:
             self._registered.discard(adapter_id)
             raise error if isinstance(error, CapacityError) else CapacityError(str(error)) from error
 
-    async def _make_known_again(self, peer: Peer, adapter_id: str, turns: asyncio.Semaphore) -> None:
-        """Register at a rejoin; repeats after passing errors."""
+    async def _make_known_again(
+        self,
+        peer: Peer,
+        adapter_id: str,
+        turns: asyncio.Semaphore,
+        first: asyncio.Task[None] | None = None,
+    ) -> None:
+        """Register at a rejoin, or after the `first` try; repeats after passing errors."""
         pause_s, error = FIRST_RETRY_S, None
         while adapter_id in self._registered and self._rejected.get(adapter_id) is error:
             async with turns:
                 if adapter_id in self._registered:
-                    await self._make_known(peer, adapter_id)
+                    await (first or self._make_known(peer, adapter_id))
+                    first = None
             error = self._rejected.get(adapter_id)
-            if error is None or _is_final(error):
+            if error is None or _is_final(error) or peer.ended.is_set():
                 return
             await asyncio.sleep(pause_s)
             pause_s = min(LONGEST_RETRY_S, 2 * pause_s)
@@ -244,10 +258,15 @@ class LeaseClient:
     async def _make_known(self, peer: Peer, adapter_id: str) -> None:
         try:
             for _ in range(_NUM_TRIES):  # a drop may delete the file meanwhile
+                if adapter_id not in self._registered:
+                    return
                 if await peer.call("register", adapter_id):
                     break
-                with suppress(FileNotFoundError, PeerEndedError):
-                    await self._give(adapter_id)
+                with suppress(FileNotFoundError):
+                    await self._give_repeatedly(peer, adapter_id)
+                if adapter_id not in self._registered:  # the unload came before the content
+                    self._tell("drop", adapter_id, True)
+                    return
             else:
                 raise LoraServerError("the LoRA Server can't read the content that it was sent")
         except PeerEndedError:
@@ -305,10 +324,21 @@ class LeaseClient:
 
     async def _give_needed(self, peer: Peer, adapter_id: str) -> None:
         try:
-            await self._give(adapter_id)
+            await self._give_repeatedly(peer, adapter_id)
         except Exception as error:
             logger.error("adapter %s can't be given to the LoRA Server: %s", adapter_id, error)
             peer.call("fail_content", adapter_id, str(error))
+
+    async def _give_repeatedly(self, peer: Peer, adapter_id: str) -> None:
+        """`_give`, again after a cut while the leader is there.  Raises LoraServerError."""
+        for pause_s in _GIVE_PAUSES_S:
+            try:
+                await self._give(adapter_id)
+                return
+            except PeerEndedError as error:
+                await asyncio.sleep(pause_s)
+                if peer.ended.is_set() or pause_s == _GIVE_PAUSES_S[-1]:
+                    raise LoraServerError(f"the content's transfer was cut: {error}") from error
 
     async def _give(self, adapter_id: str) -> None:
         """Send the content over a connection of its own, which delays no lease; in turn."""

@@ -280,9 +280,10 @@ class Leader:
         if adapter_id in self._to_drop and not instances:
             await self._drop(adapter_id)
 
-    async def drop(self, visitor: Visitor, adapter_id: str) -> None:
+    async def drop(self, visitor: Visitor, adapter_id: str, only_unused: bool = False) -> None:
         if self._registered_by.get(adapter_id):
-            self._to_drop.add(adapter_id)
+            if not only_unused:
+                self._to_drop.add(adapter_id)
         else:
             await self._drop(adapter_id)
 

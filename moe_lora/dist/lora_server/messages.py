@@ -126,8 +126,11 @@ class ServerCalls(typing.Protocol):
     def unregister(self, adapter_id: str) -> None:
         """Forget the adapter after its last registered instance."""
 
-    def drop(self, adapter_id: str) -> None:
-        """Delete the adapter's files on all hosts, once no instance has registered it."""
+    def drop(self, adapter_id: str, only_unused: bool = False) -> None:
+        """Delete the adapter's files on all hosts, once no instance has registered it.
+
+        only_unused: now or not at all.
+        """
 
     def acquire(self, adapter_id: str, tenant: str, share: float) -> tuple[int, int]:
         """Slot and generation of a lease, once available.  Raises LoraServerError after a release."""

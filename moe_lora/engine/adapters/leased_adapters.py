@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -57,8 +58,9 @@ class LeasedAdapters(AdapterStore):
         self._held: dict[int, AdapterVersion] = {}
         self._mapped: dict[str, PackedAdapter] = {}
         """By content hash, to restore the server's host store after a loss."""
-        self.discard: Callable[[str], None] = lambda content_hash: None
-        """Called with the content of a refused load."""
+        self._num_prepared: Counter[str] = Counter()
+        self.is_served: Callable[[str], bool] = lambda content_hash: False
+        """True if a name of this instance may return to the content."""
         self._leases = server.leases(self._take, self._fail)
         self._moving: tuple[str, Future[None]] | None = None
 
@@ -73,14 +75,17 @@ class LeasedAdapters(AdapterStore):
         """
         packed = self._stored(packed)
         with self._lock:
-            self._prepared[packed.content_hash] = packed
-        self._register(packed)
+            self._num_prepared[packed.content_hash] += 1
+        try:
+            self._register(packed)
+        except CapacityError:
+            self.undo_prepare(packed)
+            raise
         return packed
 
     def undo_prepare(self, packed: PackedAdapter) -> None:
-        if self._prepared.pop(packed.content_hash, None) is not None:
-            self._unregister(packed.content_hash)
-        self.discard(packed.content_hash)
+        self._keep_prepared(packed.content_hash)
+        self._unregister(packed.content_hash, delete=not self.is_served(packed.content_hash))
 
     def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
         """Mapped from the server's host store; registered unless the leases know it.  Raises as `prepare`."""
@@ -88,7 +93,7 @@ class LeasedAdapters(AdapterStore):
         if not self._leases.knows(content_hash):
             self._register(packed)
         packed = super().keep(mapped, path)
-        self._prepared.pop(content_hash, None)
+        self._keep_prepared(content_hash)
         self._mapped.setdefault(content_hash, mapped)
         return packed
 
@@ -119,15 +124,20 @@ class LeasedAdapters(AdapterStore):
                 leases.register(packed.content_hash)
             except CapacityError as error:
                 if leases is self._leases:
-                    self._prepared.pop(packed.content_hash, None)
-                    self.discard(packed.content_hash)
                     about = f"adapter {packed.name!r} of {packed.nbytes / 1e9:.6f} GB"
                     raise type(error)(f"{about} can't be served by the LoRA Server: {error}") from error
 
-    def _unregister(self, content_hash: str) -> None:
+    def _keep_prepared(self, content_hash: str) -> None:
+        with self._lock:
+            self._num_prepared[content_hash] -= 1
+            self._num_prepared = +self._num_prepared
+
+    def _unregister(self, content_hash: str, *, delete: bool = False) -> None:
         with self._lock:  # a `prepare` meanwhile registers after this
-            if content_hash not in self._kept and content_hash not in self._prepared:
+            if content_hash not in self._kept and content_hash not in self._num_prepared:
                 self._leases.unregister(content_hash)
+                if delete:
+                    self._leases.drop(content_hash, only_unused=True)
 
     def delete(self, content_hash: str) -> None:
         """Delete a content's file where no instance has the adapter."""

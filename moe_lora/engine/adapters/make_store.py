@@ -104,7 +104,7 @@ def make_store(
     from .leased_adapters import LeasedAdapters
 
     leased = LeasedAdapters(rank.lora_server, **options)
-    contents.delete, leased.discard = leased.delete, contents.discard
+    contents.delete, leased.is_served = leased.delete, contents.is_served
     return leased
 
 

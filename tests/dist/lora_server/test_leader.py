@@ -18,7 +18,7 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.leases.leases import LeaseTable
 from moe_lora.core.errors import AdapterNotFoundError, CapacityError, LoraServerError, StorageError
 from moe_lora.core.records import ServerState
-from moe_lora.dist.lora_server import content, leader
+from moe_lora.dist.lora_server import attach, content, leader
 from moe_lora.dist.lora_server.attach import NUM_REGISTERS, LeaseClient
 from moe_lora.dist.lora_server.control import called, join, network
 from moe_lora.dist.lora_server.leader import Leader, OwnRank
@@ -722,11 +722,12 @@ def test_an_adapter_whose_content_travels_to_the_leader_delays_no_other_lease(tm
     assert not leases._tasks
 
 
-def test_a_transfer_that_is_cut_is_repeated_on_another_connection(tmp_path, monkeypatch):
-    cuts, receive = [], leader.receive_blocks
+@pytest.mark.parametrize("is_lost", [False, True], ids=["of_a_load", "of_lost_content"])
+def test_a_transfer_that_is_cut_is_repeated_on_another_connection(tmp_path, monkeypatch, is_lost):
+    cuts, failed, receive = [], [], leader.receive_blocks
 
-    async def cut_once(peer, *given) -> None:
-        if not cuts:
+    async def cut(peer, *given) -> None:
+        if len(cuts) < 3:
             cuts.append(peer.name)
             peer.abort("cut")
         await receive(peer, *given)
@@ -735,13 +736,87 @@ def test_a_transfer_that_is_cut_is_repeated_on_another_connection(tmp_path, monk
         client = cluster.client("one", store_dir=str(tmp_path / "client"))
         client.store.put(random_adapter("a", SHAPE))
         leases = cluster.leases(client)
+        leases.on_failure = lambda adapter_id, error: failed.append(error)
         peer = leases._peer
-        monkeypatch.setattr(leader, "receive_blocks", cut_once)
+        if is_lost:
+            leases.register("a")
+            HostStore(tmp_path / "leader").remove("a")
+        monkeypatch.setattr(leader, "receive_blocks", cut)
+        if not is_lost:
+            leases.register("a")
+        leases.acquire("a")
+        until(lambda: failed or (leases.lease("a") and "a" in HostStore(tmp_path / "leader")))
+        assert failed == []
+        assert cuts == ["one/0"] * 3
+        assert leases._peer is peer, "the leases stay"
+
+
+def test_a_load_that_is_cut_each_time_names_the_cut(tmp_path, monkeypatch):
+    async def cut(peer, *given) -> None:
+        peer.abort("cut")
+
+    monkeypatch.setattr(leader, "receive_blocks", cut)
+    with Cluster(SHAPE, store_dir=str(tmp_path / "leader"), capacity=2) as cluster:
+        client = cluster.client("one", store_dir=str(tmp_path / "client"))
+        client.store.put(random_adapter("a", SHAPE))
+        with pytest.raises(CapacityError, match="transfer was cut"):
+            cluster.leases(client).register("a")
+
+
+def test_a_load_whose_answer_is_late_outlasts_a_passing_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(attach, "_ANSWER_S", 0.01)
+    monkeypatch.setattr(attach, "FIRST_RETRY_S", 0.01)
+    may_fail = threading.Event()
+    with Cluster(SHAPE, store_dir=str(tmp_path / "leader"), capacity=2) as cluster:
+        client = cluster.client("one", store_dir=str(tmp_path / "client"))
+        client.store.put(random_adapter("a", SHAPE))
+        leases = cluster.leases(client)
+        give = leases._give
+
+        async def fail_once(adapter_id: str) -> None:
+            if not may_fail.is_set():
+                await asyncio.to_thread(may_fail.wait, PATIENCE_S)
+                raise LoraServerError("no LoRA Server answers")
+            monkeypatch.setattr(attach, "_ANSWER_S", PATIENCE_S)
+            await give(adapter_id)
+
+        monkeypatch.setattr(leases, "_give", fail_once)
+        leases.register("a")
+        leases.acquire("a")
+        may_fail.set()
+        granted(leases, "a")
+        assert leases.knows("a")
+
+
+def test_an_unload_during_its_own_transfer_leaves_no_file(tmp_path, monkeypatch):
+    arrives, may_arrive, receive = threading.Event(), threading.Event(), leader.receive_blocks
+
+    async def held(*given) -> None:
+        arrives.set()
+        await asyncio.to_thread(may_arrive.wait, PATIENCE_S)
+        await receive(*given)
+
+    monkeypatch.setattr(leader, "receive_blocks", held)
+    with Cluster(SHAPE, store_dir=str(tmp_path / "leader"), capacity=2) as cluster:
+        client = cluster.client("one", store_dir=str(tmp_path / "client"))
+        client.store.put(random_adapter("a", SHAPE))
+        mapped = client.store.get("a", "a")
+        leases = cluster.leases(client)
+        loading = threading.Thread(target=leases.register, args=("a",))
+        loading.start()
+        assert arrives.wait(PATIENCE_S)
+        leases.unregister("a")
+        leases.drop("a")
+        settled(leases)
+        may_arrive.set()
+        loading.join(PATIENCE_S)
+        settled(leases)
+        assert mapped is not None, "content that the instance still computes"
+        assert "a" not in HostStore(tmp_path / "leader")
+        assert leases._rejected == {}
         leases.register("a")
         leases.acquire("a")
         granted(leases, "a")
-        assert cuts == ["one/0"]
-        assert leases._peer is peer, "the leases stay"
 
 
 def test_dropped_content_is_deleted_on_all_hosts_with_its_last_registration(tmp_path):

@@ -18,7 +18,7 @@ from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.config import EngineConfig
-from moe_lora.core.errors import CapacityError, LoraServerError
+from moe_lora.core.errors import CapacityError, LoraServerError, StorageError
 from moe_lora.engine.adapters.adapter_store import AdapterVersion
 from moe_lora.engine.adapters.leased_adapters import LeasedAdapters
 from moe_lora.engine.adapters.make_store import make_store
@@ -394,6 +394,20 @@ def test_a_drop_while_a_load_maps_the_file_has_the_file_written_again(leases, mo
     assert "a" in store
 
 
+def test_a_whole_file_that_can_not_be_mapped_stays(tmp_path, monkeypatch):
+    """As without a free file descriptor."""
+    store = HostStore(tmp_path)
+    store.put(random_adapter("a", SHAPE))
+
+    def refused(*given, **words):
+        raise RuntimeError("unable to open file: Too many open files (24)")
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", refused)
+    with pytest.raises(StorageError, match=r"can't be mapped now: .* Too many open files"):
+        AdapterContents(SHAPE, torch.float32, store)._kept("a", "a")
+    assert "a" in store
+
+
 def test_content_that_a_late_drop_deletes_after_its_arrival_is_sent_again(cluster, leases, monkeypatch):
     """As a rank of the leader's host does."""
     store, adopted = cluster.rank(0)._store, []
@@ -414,14 +428,19 @@ def test_content_that_a_late_drop_deletes_after_its_arrival_is_sent_again(cluste
     assert adopted == ["a", "a"]
 
 
-@pytest.fixture
-def made(cluster) -> Iterator[tuple[LeasedAdapters, AdapterContents]]:
+def made_for(cluster: Cluster, instance: str) -> tuple[LeasedAdapters, AdapterContents]:
     """As an engine makes both."""
-    config, rank = EngineConfig(model_dir="none"), SimpleNamespace(lora_server=cluster.client("one"))
+    config, rank = EngineConfig(model_dir="none"), SimpleNamespace(lora_server=cluster.client(instance))
     contents = AdapterContents(SHAPE, torch.float32, rank.lora_server.store)
     with ExitStack() as undo:
         store = make_store(config, rank, *(SimpleNamespace(),) * 2, contents, SimpleNamespace(), undo)
-        yield store, contents
+    return store, contents
+
+
+@pytest.fixture
+def made(cluster) -> Iterator[tuple[LeasedAdapters, AdapterContents]]:
+    store, contents = made_for(cluster, "one")
+    yield store, contents
     store.close()
 
 
@@ -458,6 +477,30 @@ def test_a_load_that_the_engine_refuses_leaves_no_file_unless_a_name_uses_it(mad
     leases.forget(served)
     settled(leases._leases)
     assert "a" in contents.store, "the name may return to this content"
+
+
+def test_a_refused_load_deletes_nothing_that_another_instance_serves(cluster, made):
+    (one, _), (two, contents) = made, made_for(cluster, "two")
+    one.keep(one.prepare(random_adapter("a", SHAPE)))
+    two.undo_prepare(two.prepare(random_adapter("a", SHAPE)))
+    settled(two._leases)
+    one._leases.unregister("a")  # as at a restart
+    settled(one._leases)
+    assert "a" in contents.store
+    two.close()
+
+
+def test_a_refused_load_deletes_nothing_that_another_load_has_prepared(made):
+    leases, contents = made
+    refused, waiting = (leases.prepare(random_adapter("a", SHAPE)) for _ in range(2))
+    leases.undo_prepare(refused)
+    settled(leases._leases)
+    assert "a" in contents.store
+    assert leases._leases.knows("a")
+    leases.undo_prepare(waiting)
+    settled(leases._leases)
+    assert "a" not in contents.store
+    assert leases._leases._registered == set()
 
 
 def test_leases_are_forgotten_with_their_adapter(leases):
