@@ -36,7 +36,7 @@ WAYS = {
     "tensor_parallel": {"tensor_parallel": 2},
     "expert_parallel": {"expert_parallel": 2},
 }
-BASE_SEEDS = {"deepseek_v3": 1, "gemma4": 1}
+BASE_SEEDS = {"deepseek_v3": 1, "gemma3": 1, "gemma4": 1}
 """Seeds of families whose gates are close with others."""
 ON_ONE_RANK = (*RECURRENT_FAMILIES, *LATENT_FAMILIES)
 QUICK = {"llama": ("compiled", "merging"), "gpt_oss": ("expert_parallel",)}
