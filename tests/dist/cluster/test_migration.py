@@ -604,7 +604,12 @@ def test_steps_go_on_while_kv_is_put_to_a_target_that_stands_still():
     kv = client.core.moves._kv
     kv._open_transport = lambda: make_transport("gloo", name="source", timeout_s=120.0)
     step = client.core.step
-    client.core.step = lambda: (time.sleep(0.02), step())[1]  # type: ignore[method-assign]  # none ends early
+
+    def paced_step() -> list[Any]:
+        time.sleep(0.02)  # no request ends before it is held
+        return step()
+
+    client.core.step = paced_step  # type: ignore[method-assign]
 
     async def run(descriptors: list[bytes], target: subprocess.Popen[bytes]) -> None:
         layout = repr(kv._layout)

@@ -50,6 +50,17 @@ def opened(api: ApiServer, account: str, ttl_s: float = TTL_S) -> KubernetesStor
     return KubernetesStore("default", NAME, ttl_s, api.account(account))
 
 
+def steps_in(api: ApiServer, store: KubernetesStore, method: str) -> None:
+    """`store` takes the lease before the next call of account a with this method."""
+
+    def before(account: str, called: str) -> None:
+        if (account, called) == ("a", method):
+            api.before = lambda account, method: None
+            assert store.acquire("b")[0] == "b"
+
+    api.before = before
+
+
 def test_the_lease_is_one_that_kubectl_shows(api):
     a = opened(api, "a")
     holder, epoch = a.acquire("a 1f")
@@ -89,13 +100,7 @@ def test_a_renewal_that_comes_after_another_s_lease_is_lost(api, clock):
     first = a.acquire("a")
     assert b.acquire("b") == first
     clock.now_s += TTL_S
-
-    def step_in(account: str, method: str) -> None:
-        if (account, method) == ("a", "PUT"):
-            api.before = lambda account, method: None
-            assert b.acquire("b")[0] == "b"
-
-    api.before = step_in
+    steps_in(api, b, "PUT")
     with pytest.raises(LostLeaseError, match=f"another controller has Lease {NAME}"):
         a.renew()
     b.renew()
@@ -131,13 +136,7 @@ def test_a_lease_that_another_made_after_the_deletion_is_lost(api):
     a, b = opened(api, "a"), opened(api, "b")
     a.acquire("a")
     api.delete(NAME)
-
-    def step_in(account: str, method: str) -> None:
-        if (account, method) == ("a", "POST"):
-            api.before = lambda account, method: None
-            assert b.acquire("b")[0] == "b"
-
-    api.before = step_in
+    steps_in(api, b, "POST")
     with pytest.raises(LostLeaseError, match=f"another controller has Lease {NAME}"):
         a.renew()
     b.renew()
