@@ -145,10 +145,15 @@ def check_files(address: str, sizes: dict[str, int | None], max_bytes: int) -> l
     return names
 
 
-def former(folder: Path, folders: Iterable[Path]) -> list[Path]:
-    """Mark `folder` as used now; returns the folders neither used last before, nor within a day."""
-    with suppress(OSError):  # of another owner
+def mark_used(folder: Path) -> None:
+    """Note a use now, before a look at the files: another thread may remove unused files."""
+    with suppress(OSError):  # absent, or of another owner
         os.utime(folder)
+
+
+def former(folder: Path, folders: Iterable[Path]) -> list[Path]:
+    """Mark `folder` as used; returns the folders neither used last before, nor within a day."""
+    mark_used(folder)
     uses = [(used_s, one) for used_s, one in _uses(folders) if one != folder]
     return [one for used_s, one in uses[:-1] if used_s < time.time() - _KEPT_S]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moe_lora.core.errors import AdapterError
 
-from . import check_files, former, remove_unused, unreachable
+from . import check_files, former, mark_used, remove_unused, unreachable
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def fetch(address: str, cache: Path, max_bytes: int) -> Path:
     prefix = f"{found['folder'].rstrip('/')}/" if found["folder"] else ""
     place = cache / "hub" / hashlib.sha256(address.encode()).hexdigest()
     is_new = not place.exists()
-    former(place, ())  # before the transfer: another thread may look for unused files
+    mark_used(place)
     try:
         info = HfApi().model_info(repo, revision=revision, files_metadata=True)
         sizes = {

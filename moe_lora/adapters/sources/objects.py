@@ -13,7 +13,7 @@ from typing import Any
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.host import OwnFolder
 
-from . import check_files, former, remove_unused, unreachable
+from . import check_files, former, mark_used, remove_unused, unreachable
 
 
 def fetch(address: str, cache: Path, max_bytes: int) -> Path:
@@ -45,8 +45,7 @@ def _fetched(system: Any, root: str, address: str, cache: Path, max_bytes: int) 
     sizes, state = _state(system, root, address, max_bytes)
     own, place_name = (hashlib.sha256(text.encode()).hexdigest() for text in (address, state))
     place = cache / "objects" / f"{own}-{place_name}"
-    with suppress(OSError):  # before the look: another thread may remove unused files
-        os.utime(place)
+    mark_used(place)
     if _is_whole(place, sizes):
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
