@@ -113,7 +113,9 @@ class Setting(typing.NamedTuple):
     def check(self, place: str, value: Any) -> None:
         """Raise ConfigError, naming `place`, for a value that is not allowed."""
         kinds: Any = tuple(_TYPES.get(kind, object) for kind in self.kinds)
-        if not isinstance(value, kinds):
+        if value is None and types.NoneType in self.kinds:
+            return
+        if value is None or not isinstance(value, kinds):
             raise self.wrong_kind(place, value)
         rule, allowed = self.rule, self.allowed()
         if rule.words and isinstance(value, str):
@@ -142,8 +144,7 @@ class Setting(typing.NamedTuple):
         for kind in self.kinds:
             found = _as_kind(kind, place, value)
             if found is not MISSING:
-                if found is not None:
-                    self.check(place, found)
+                self.check(place, found)
                 return found
         raise self.wrong_kind(place, value)
 
@@ -167,14 +168,11 @@ class Settings:
     def __post_init__(self) -> None:
         kind: Any = type(self)
         for one in settings_of(kind).values():
-            value, place = getattr(self, one.name), f"{self.SECTION}.{one.name}".lstrip(".")
+            value = getattr(self, one.name)
             if isinstance(value, Real) and type(value) not in (bool, int, float):
                 value = int(value) if isinstance(value, Integral) else float(value)
                 object.__setattr__(self, one.name, value)
-            if value is not None:
-                one.check(place, value)
-            elif types.NoneType not in one.kinds:
-                raise one.wrong_kind(place, value)
+            one.check(f"{self.SECTION}.{one.name}".lstrip("."), value)
 
 
 def setting(default: Any = MISSING, **rule: Any) -> Any:
