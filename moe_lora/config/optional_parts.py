@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from moe_lora.core.errors import ConfigError
 
 from .settings import Settings, setting
+
+if TYPE_CHECKING:
+    from moe_lora.core.partition import Partition
+    from moe_lora.core.shape import ModelShape
 
 TRANSPORTS = ("shm", "gloo", "nixl")
 DEVICE_PUTS = ("none", "ibgda")
@@ -78,6 +82,16 @@ class LoraServerConfig(Settings):
     """Rows of one layer for one worker; more are divided."""
     layer_wise: bool = setting(True, fixed="layers always serve as soon as each is there")
     """A layer of an adapter serves as soon as it is loaded; false: only with all layers, for comparisons."""
+
+    def partition(self, shape: ModelShape, ranks: tuple[int, int]) -> Partition:
+        """Division of the work for instances with this expert_parallel and tensor_parallel.
+
+        Raises ConfigError as `Partition`.
+        """
+        from moe_lora.core.partition import Layout, Partition
+
+        layout = Layout.parse(self.layout)
+        return Partition(shape, layout, ranks[0], sites=self.sites, tensor_parallel=ranks[1])
 
 
 @dataclass(frozen=True, kw_only=True)

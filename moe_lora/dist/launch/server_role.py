@@ -85,8 +85,7 @@ def build_rank(config: EngineConfig, server_rank: int, local_rank: int | None = 
 def checked_partition(config: EngineConfig, shape: ModelShape, server: LoraServerConfig) -> Partition:
     """The server's partition.  Raises ConfigError for settings that don't go with divided sites."""
     numbers = config.expert_parallel, config.tensor_parallel
-    layout = Layout.parse(server.layout)
-    partition = Partition(shape, layout, numbers[0], sites=server.sites, tensor_parallel=numbers[1])
+    partition = server.partition(shape, numbers)
     if not partition.shards:
         return partition
     if server.host_workers:

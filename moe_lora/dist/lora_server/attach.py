@@ -25,7 +25,6 @@ from moe_lora.core.errors import (
     PeerUnreachableError,
     StorageError,
 )
-from moe_lora.core.partition import Layout, Partition
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.deltas.device_frames import DeviceFrames, PushedBackend
 from moe_lora.dist.deltas.remote_backend import RemoteBackend, ServerPartition
@@ -498,9 +497,7 @@ class LoraServerClient:
         self._instance = instance
         self._keys = keys_in(server.certificates)
         name = client_name(instance, client_rank)
-        self.partition = partition = Partition(
-            *(shape, Layout.parse(server.layout), ranks[0]), sites=server.sites, tensor_parallel=ranks[1]
-        )
+        self.partition = partition = server.partition(shape, ranks)
         self._hello = HANDSHAKE.hello(name, agreed_facts(partition, dtype, server))
         shard = partition.shards[client_rank] if partition.shards else None
         layout = FrameLayout(partition.shape_of(client_rank), dtype, server.max_rows, shard)

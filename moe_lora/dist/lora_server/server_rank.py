@@ -19,7 +19,6 @@ from moe_lora.cache.leases.leases import LeaseTable
 from moe_lora.config import EngineConfig
 from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import ConfigError, LoraServerError, PeerUnreachableError
-from moe_lora.core.partition import Layout, Partition
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.deltas.session import FrameLayout, PeerFrames
 from moe_lora.dist.net.keys import keys_in
@@ -98,11 +97,7 @@ class ServerRank:
         self._config, self._shape, self._server_rank = config, shape, server_rank
         self._dtype = getattr(torch, config.dtype)
         self._device = own_device(config, server_rank if local_rank is None else local_rank)
-        self._partition = Partition(
-            *(shape, Layout.parse(server.layout), config.expert_parallel),
-            sites=server.sites,
-            tensor_parallel=config.tensor_parallel,
-        )
+        self._partition = server.partition(shape, (config.expert_parallel, config.tensor_parallel))
         self._keys = keys_in(server.certificates)
         self._store = HostStore(server.store_dir)
         name = f"lora-server-{server_rank}"
