@@ -81,6 +81,11 @@ class AdapterVersion:
         return not (self.num_running or self.num_waiting or self.merged)
 
 
+def no_others() -> list[int]:
+    """As `Followers.counts`, of an instance of one rank."""
+    return [0] * 4
+
+
 class AdapterStore:
     """Packed adapters by content hash: as mapped files, or in this process's memory.
 
@@ -102,7 +107,7 @@ class AdapterStore:
         store: HostStore | None = None,
         before_removal: Callable[[], bool] | None = None,
         host: HostWorkers | None = None,
-        others_counts: Callable[[], list[int]] = lambda: [0] * 4,
+        others_counts: Callable[[], list[int]] = no_others,
     ) -> None:
         self.host = host
         self._others_counts = others_counts

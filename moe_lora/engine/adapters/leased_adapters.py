@@ -20,7 +20,7 @@ from moe_lora.config import LoraServerConfig
 from moe_lora.core.errors import AdapterError, CapacityError, LoraServerError
 from moe_lora.core.processes import in_thread
 
-from .adapter_store import AdapterStore, AdapterVersion
+from .adapter_store import AdapterStore, AdapterVersion, no_others
 
 if TYPE_CHECKING:
     from moe_lora.dist.host_workers.workers import HostWorkers
@@ -50,7 +50,7 @@ class LeasedAdapters(AdapterStore):
         store: HostStore | None = None,
         before_removal: Callable[[], bool] | None = None,
         host: HostWorkers | None = None,
-        others_counts: Callable[[], list[int]] = lambda: [0] * 4,
+        others_counts: Callable[[], list[int]] = no_others,
     ) -> None:
         super().__init__(store=store, before_removal=before_removal, host=host, others_counts=others_counts)
         self._server = server
@@ -84,7 +84,7 @@ class LeasedAdapters(AdapterStore):
         return packed
 
     def undo_prepare(self, packed: PackedAdapter) -> None:
-        self._keep_prepared(packed.content_hash)
+        self._end_preparation(packed.content_hash)
         self._unregister(packed.content_hash, delete=not self.is_served(packed.content_hash))
 
     def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
@@ -93,7 +93,7 @@ class LeasedAdapters(AdapterStore):
         if not self._leases.knows(content_hash):
             self._register(packed)
         packed = super().keep(mapped, path)
-        self._keep_prepared(content_hash)
+        self._end_preparation(content_hash)
         self._mapped.setdefault(content_hash, mapped)
         return packed
 
@@ -127,7 +127,7 @@ class LeasedAdapters(AdapterStore):
                     about = f"adapter {packed.name!r} of {packed.nbytes / 1e9:.6f} GB"
                     raise type(error)(f"{about} can't be served by the LoRA Server: {error}") from error
 
-    def _keep_prepared(self, content_hash: str) -> None:
+    def _end_preparation(self, content_hash: str) -> None:
         with self._lock:
             self._num_prepared[content_hash] -= 1
             self._num_prepared = +self._num_prepared

@@ -28,7 +28,7 @@ from moe_lora.core.host import allow_many_files, num_open_files
 from moe_lora.core.request import AdapterFacts, AdapterInfo, AdapterResidency
 from moe_lora.engine.client.messages import PoolEntry
 
-from .adapter_store import AdapterStore, ShardSizes
+from .adapter_store import AdapterStore, ShardSizes, no_others
 from .pool_fetch import LayerReader, Peers, fetch_whole
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class PoolAdapters(AdapterStore):
         store: HostStore | None = None,
         before_removal: Callable[[], bool] | None = None,
         host: HostWorkers | None = None,
-        others_counts: Callable[[], list[int]] = lambda: [0] * 4,
+        others_counts: Callable[[], list[int]] = no_others,
     ) -> None:
         super().__init__(host=host, others_counts=others_counts)
         self._files = store

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,8 +102,15 @@ def make_routes(cluster: ClusterConfig) -> Routes:
         from moe_lora.policies.routing.demand import DemandMeter
 
         meter = DemandMeter(config.mean_output_tokens)
-    parts = Routes(config=config, router=router, has_server=has_server, ranks=ranks, steps=steps)
-    return replace(parts, table=table, meter=meter)
+    return Routes(
+        config=config,
+        router=router,
+        has_server=has_server,
+        table=table,
+        meter=meter,
+        ranks=ranks,
+        steps=steps,
+    )
 
 
 def _weights(engine: EngineConfig) -> str | None:
