@@ -209,7 +209,7 @@ def test_unused_fields_with_names_near_ours_are_taken(unchanged, path, body):
         ("sotp", "stop"),
         ("Seed", "seed"),
         ("N", "n"),
-        ("modell", "model"),
+        ("Model", "model"),
         ("ignore_EOS", "ignore_eos"),
         ("stop_token_id", "stop_token_ids"),
         ("cacheSalt", "cache_salt"),
