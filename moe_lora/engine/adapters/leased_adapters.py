@@ -129,8 +129,7 @@ class LeasedAdapters(AdapterStore):
 
     def _end_preparation(self, content_hash: str) -> None:
         with self._lock:
-            self._num_prepared[content_hash] -= 1
-            self._num_prepared = +self._num_prepared
+            self._num_prepared -= Counter([content_hash])
 
     def _unregister(self, content_hash: str, *, delete: bool = False) -> None:
         with self._lock:  # a `prepare` meanwhile registers after this

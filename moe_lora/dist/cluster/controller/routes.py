@@ -94,14 +94,11 @@ def make_routes(cluster: ClusterConfig) -> Routes:
     max_loras = None if has_server and not config.prefill_instances else engine.max_loras
     context = RoutingContext(max_num_seqs=engine.max_num_seqs, max_loras=max_loras, model=model, ranks=ranks)
     router = make_router(name, context)
-    table = router if isinstance(router, PhiRouting) else None
-    if table is None and config.placement is not None:
-        table = PhiRouting()
-    meter = None
+    table, meter = router if isinstance(router, PhiRouting) else None, None
     if config.placement is not None:
         from moe_lora.policies.routing.demand import DemandMeter
 
-        meter = DemandMeter(config.mean_output_tokens)
+        table, meter = table or PhiRouting(), DemandMeter(config.mean_output_tokens)
     return Routes(
         config=config,
         router=router,
