@@ -15,6 +15,7 @@ from urllib.parse import quote
 import httpx
 from safetensors.torch import save, save_file
 
+from moe_lora.adapters.peft.reader import check_dense
 from moe_lora.core.errors import AdapterError
 from moe_lora.report.load_client import base_url
 
@@ -41,10 +42,12 @@ def adapter_tensors(model: PeftModel, adapter: str = "default") -> dict[str, Ten
 
 
 def whole_tensors(tensors: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
-    """Tensors in host memory, without shared memory; gathers sharded tensors."""
+    """Tensors in host memory, without shared memory; gathers sharded tensors.  Raises AdapterError."""
     found, storages = dict[str, Any](), set[int]()
     for key, one in tensors:
-        whole = (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().cpu().contiguous()
+        whole = (one.full_tensor() if hasattr(one, "full_tensor") else one).detach()
+        check_dense(key, whole)
+        whole = whole.cpu().contiguous()
         storage = whole.untyped_storage().data_ptr()
         found[key] = whole.clone() if storage in storages else whole
         storages.add(storage)

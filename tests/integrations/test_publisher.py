@@ -70,6 +70,12 @@ def test_tensors_that_share_memory_are_published(is_shared: bool, tmp_path: Path
         }
 
 
+@pytest.mark.parametrize("tensor", [torch.empty(2, device="meta"), torch.eye(2).to_sparse()])
+def test_tensors_without_values_and_sparse_ones_are_refused(tensor: torch.Tensor) -> None:
+    with pytest.raises(AdapterError, match=r"a: a tensor .*; give dense tensors with values"):
+        Publisher("http://server", "x").publish({"a": tensor}, {})
+
+
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [

@@ -108,6 +108,7 @@ def test_the_base_models_name_is_taken(server, adapter_dir):
         {"lora_name": "a,b", "lora_path": "x"},
         {"lora_name": "a\n", "lora_path": "x"},
         {"lora_name": "a" * 300, "lora_path": "x"},
+        {"lora_name": "composed:x", "lora_path": "x"},
         {"lora_name": 5, "lora_path": "x"},
         {"lora_name": "x", "lora_path": "x", "load_inplace": "yes"},
         {"lora_name": "x", "lora_path": "x", "load_inplce": True},
@@ -152,6 +153,7 @@ def test_unloading_what_is_not_there_is_404(server):
     assert "nobody" in error_of(server.post(UNLOAD, {"lora_name": "nobody"}), 404)
     error_of(server.post(UNLOAD, {"lora_name": "base"}), 404)
     error_of(server.post(UNLOAD, {"lora_name": ""}), 400)
+    error_of(server.post(UNLOAD, {"lora_name": "composed:x"}), 404)  # a sum may be unloaded
 
 
 def test_adapters_are_listed_with_what_they_take_and_pinned_by_name(server, engine):

@@ -25,7 +25,7 @@ from moe_lora.core.errors import (
     MoeLoraError,
     PeerUnreachableError,
 )
-from moe_lora.core.request import AdapterInfo, is_base_name, name_problem
+from moe_lora.core.request import COMPOSED, AdapterInfo, is_base_name, name_problem
 from moe_lora.core.wrong_files import confined, header_entries, open_file
 from moe_lora.dist.net.thread import in_daemon_thread
 from moe_lora.serve.frontend import Frontend, adapter_in, log_text_of
@@ -166,7 +166,7 @@ class AdapterLoads:
 
     async def unload(self, body: UnloadAdapterRequest) -> None:
         """Unload the body's adapter.  Raises ApiError."""
-        if problem := name_problem(body.lora_name):
+        if problem := name_problem(body.lora_name.removeprefix(COMPOSED)):
             raise bad_request(f"lora_name {problem}", "lora_name")
         check_base(body.base_model_name, self._frontend)
         try:
