@@ -15,7 +15,7 @@ from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.cache.orders import Namespace, Readiness
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
-from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
+from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError, MoeLoraError
 from moe_lora.core.request import COMPOSED, AdapterInfo, AdapterResidency
 from moe_lora.lora.row_routing import content_number
 
@@ -92,7 +92,7 @@ class AdapterManager:
                 self._hand_pin_over(previous, adapter)
             else:
                 self._admit(adapter)
-        except (AdapterExistsError, CapacityError):
+        except MoeLoraError:
             self.store.undo_prepare(packed)
             raise
         self._numbers[name] = number
