@@ -94,6 +94,7 @@ class AdapterManager:
                 self._admit(adapter)
         except MoeLoraError:
             self.store.undo_prepare(packed)
+            self.contents.discard(packed.content_hash)
             raise
         self._numbers[name] = number
         self._current[name] = adapter

@@ -1,19 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.api import InProcessClient
 from moe_lora.cache.orders import Readiness
 from moe_lora.cache.pages import BlockTable
-from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError, EngineDeadError
+from moe_lora.config import EngineConfig
+from moe_lora.core.errors import (
+    AdapterExistsError,
+    AdapterNotFoundError,
+    CapacityError,
+    EngineDeadError,
+    StorageError,
+)
 from moe_lora.core.request import COMPOSED
 from moe_lora.engine.adapters.adapter_store import AdapterStore, AdapterVersion, Failure
+from moe_lora.engine.build import build_engine
 from tests.engine.parts import PAGE_BYTES, Parts, packed
+from tests.patience import PATIENCE_S
+
+DEMO = Path(__file__).parents[3] / "demo"
 
 
 def test_adapter_lies_in_the_arena_where_its_slot_says():
@@ -331,6 +345,31 @@ def test_refused_adapter_leaves_no_file_for_other_ranks_but_one_that_is_served_s
     for refused in (packed("a"), packed("b")):
         kept.undo_prepare(kept.prepare(refused))
     assert [file.name for file in tmp_path.iterdir()] == [store.path(served.content_hash).name]
+
+
+def test_a_refused_load_leaves_no_content_of_the_instance(tmp_path, monkeypatch):
+    state = tmp_path / "contents"
+    config = EngineConfig(
+        model_dir=str(DEMO / "model"), eager=True, num_threads=1, max_loras=1, contents_dir=str(state)
+    )
+    client = InProcessClient(build_engine(config))
+
+    def load(name: str) -> None:
+        client.start_call("load_adapter", name, str(DEMO / "adapters" / name)).result(PATIENCE_S)
+
+    try:
+        load("upper")
+        with monkeypatch.context() as patch:
+            patch.setattr(client.core.adapters.store, "prepare", Mock(side_effect=StorageError("full")))
+            with pytest.raises(StorageError, match="full"):
+                load("rot13")
+        assert len([*state.iterdir()]) == 1
+        client.start_call("pin_adapter", "upper", True).result(PATIENCE_S)
+        with pytest.raises(CapacityError, match="pinned ones take all"):
+            load("rot13")
+        assert len([*state.iterdir()]) == 1
+    finally:
+        client.shut_down()
 
 
 def test_a_file_that_can_not_be_removed_is_logged(tmp_path, caplog):
