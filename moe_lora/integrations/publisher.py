@@ -64,6 +64,10 @@ class NoAnswerError(AdapterError):
     """The server is away or failed: a later call may succeed."""
 
 
+class BusyServerError(NoAnswerError):
+    """The server can't serve the version yet, as while requests hold a pinned adapter's slot."""
+
+
 class Publisher:
     """Publishes versions of one name.
 
@@ -138,7 +142,8 @@ class Publisher:
             reason = found["error"]["message"]
         except (ValueError, KeyError, TypeError):
             reason = f"status {answer.status_code}: {answer.text[:300]}"
-        kind = NoAnswerError if answer.is_server_error else AdapterError
+        failed = BusyServerError if "retry-after" in answer.headers else NoAnswerError
+        kind = failed if answer.is_server_error else AdapterError
         raise kind(f"the server at {self._http.base_url} did not accept {self.name!r}: {reason}")
 
 

@@ -8,9 +8,11 @@ import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
+from moe_lora.core.errors import BusyError
 from moe_lora.serve.admin import adapter_routes
 from moe_lora.serve.server import create_app
 from tests.patience import PATIENCE_S
@@ -176,6 +178,14 @@ def test_pins_that_leave_no_room_and_unknown_names_are_refused(server, adapter_d
     assert server.post(LOAD, {"lora_name": "a/b", "lora_path": adapter_dir}).status_code == 200
     assert server.post("/v1/adapters/a/b/pin", {}).status_code == 200
     assert "raise arena_mb" in error_of(server.post("/v1/adapters/shout/pin", {}), 400)
+
+
+def test_a_pin_that_must_wait_is_503_and_loads_nothing(server, engine, adapter_dir, monkeypatch):
+    monkeypatch.setattr(engine, "_pin_adapter", Mock(side_effect=BusyError("a former version has the slot")))
+    response = server.post(LOAD, {"lora_name": "new", "lora_path": adapter_dir, "pinned": True})
+    assert "former version" in error_of(response, 503)
+    assert response.headers["retry-after"] == "5"
+    assert "new" not in names(server)
 
 
 def test_files_of_a_limited_number_of_names_are_known(engine, tokenizer, adapter_dir, monkeypatch):

@@ -406,7 +406,8 @@ def _refusal(
     instance, error = errors[0]
     if not answers:
         return error
-    return AdapterError(
+    kind = BusyError if isinstance(error, BusyError) else AdapterError
+    return kind(
         f"instance {instance.name} refused adapter {name!r}, so the others took it back: {error}"
     )
 

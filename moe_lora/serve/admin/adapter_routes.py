@@ -20,6 +20,7 @@ from moe_lora.core.errors import (
     AdapterError,
     AdapterExistsError,
     AdapterNotFoundError,
+    BusyError,
     CapacityError,
     ConfigError,
     MoeLoraError,
@@ -235,9 +236,11 @@ class AdapterLoads:
     async def _pin(self, body: LoadAdapterRequest, *, unload: bool = False) -> None:
         try:
             await self._frontend.client.call("pin_adapter", body.lora_name, pinned=True)
-        except CapacityError as error:
+        except (BusyError, CapacityError) as error:
             if unload:
                 await self._frontend.client.call("unload_adapter", body.lora_name)
+            if isinstance(error, BusyError):
+                raise
             state = "not loaded" if unload else "loaded, but not pinned"
             raise bad_request(f"{error}; the adapter is {state}", "pinned") from error
 

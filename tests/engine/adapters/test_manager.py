@@ -17,6 +17,7 @@ from moe_lora.config import EngineConfig
 from moe_lora.core.errors import (
     AdapterExistsError,
     AdapterNotFoundError,
+    BusyError,
     CapacityError,
     EngineDeadError,
     StorageError,
@@ -386,6 +387,19 @@ def test_pinned_adapter_is_replaced_where_two_do_not_fit(settings):
     parts.manager.pin(old)
     new = parts.manager.add(packed("a", num_pages=2, value=2.0), None, replace=True)
     assert (old.slot, new.slot is None, new.pinned) == (None, False, True)
+
+
+@pytest.mark.parametrize("settings", [{"max_loras": 1}, {"num_pages": 4, "room_pages": 3}])
+def test_pinned_adapter_s_own_requests_delay_its_new_version(settings):
+    parts = Parts(**settings)
+    old = parts.manager.add(packed("a", num_pages=2), None)
+    assert parts.acquire(old)
+    parts.manager.pin(old)  # its own requests are in no pin's way
+    with pytest.raises(BusyError, match="'a' can't be pinned yet: requests of its former version"):
+        parts.manager.add(packed("a", num_pages=2, value=2.0), None, replace=True)
+    assert (parts.manager.current("a"), old.pinned, len(parts.kept)) == (old, True, 1)
+    parts.manager.release(old)
+    assert parts.manager.add(packed("a", num_pages=2, value=2.0), None, replace=True).pinned
 
 
 def test_pinned_adapter_stays_pinned_when_its_new_version_is_refused():
