@@ -71,8 +71,8 @@ class BusyServerError(NoAnswerError):
 class Publisher:
     """Publishes versions of one name.
 
-    api_key: of an administrator.  shared: a folder of shared memory on the server's host, as /dev/shm; None:
-    tensors go over HTTP.
+    api_key: of an administrator.  shared: a folder of shared memory on the server's host, as /dev/shm, where
+    every user of the host may read a version under publication; None: tensors go over HTTP.
     """
 
     def __init__(
@@ -107,10 +107,13 @@ class Publisher:
         return version
 
     def _publish_shared(self, tensors: dict[str, Tensor], config: str, shared: str | Path) -> int:
-        """The server copies the files before its checks."""
+        """The server, maybe of another user, copies the files before its checks."""
         with TemporaryDirectory(dir=shared, prefix="moe_lora-published-") as folder:
             Path(folder, "adapter_config.json").write_text(config, encoding="utf-8")
             save_file(tensors, Path(folder, "adapter_model.safetensors"))
+            for file in Path(folder).iterdir():
+                file.chmod(0o644)
+            Path(folder).chmod(0o755)
             return self._load("/load_lora_adapter", {"lora_name": self.name, "lora_path": folder})
 
     def _load(self, path: str, body: dict[str, Any]) -> int:

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest.mock import Mock
 
 import pytest
@@ -21,6 +24,7 @@ from .conftest import as_served, frontend_of
 from .live_server import ServerThread
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+NOBODY = 65534
 
 
 @pytest.fixture
@@ -126,6 +130,25 @@ def test_bad_fields_are_400(server, body):
 @pytest.mark.parametrize("path", ["no/such/dir", "a\0b", "x" * 5000, "/"])
 def test_missing_files_are_404(server, path):
     assert "adapter" in error_of(server.post(LOAD, {"lora_name": "new", "lora_path": path}), 404)
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444, 0o333])
+def test_a_folder_that_the_servers_user_may_not_read_is_400(server, mode):
+    with TemporaryDirectory() as parent:
+        Path(parent).chmod(0o755)
+        folder = Path(parent, "adapter")
+        folder.mkdir()
+        if is_root := os.geteuid() == 0:
+            os.chown(folder, NOBODY, NOBODY)
+            os.seteuid(NOBODY)
+        try:
+            folder.chmod(mode)
+            message = error_of(server.post(LOAD, {"lora_name": "new", "lora_path": str(folder)}), 400)
+        finally:
+            folder.chmod(0o755)
+            if is_root:
+                os.seteuid(0)
+    assert "can't be read (Permission denied); let the server's user read the folder" in message
 
 
 def test_an_invalid_adapter_is_400_with_the_reason(server, tmp_path):
