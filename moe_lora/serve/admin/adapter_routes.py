@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from moe_lora.core.errors import (
 from moe_lora.core.request import COMPOSED, AdapterInfo, is_base_name, name_problem
 from moe_lora.core.wrong_files import confined, header_entries, open_file
 from moe_lora.dist.net.thread import in_daemon_thread
+from moe_lora.engine.text.tokenizer_files import TEXT_FILES
 from moe_lora.serve.frontend import Frontend, adapter_in, log_text_of
 from moe_lora.serve.http_errors import AlreadyLoadedError, ApiError, JsonResponse, bad_request, to_api_error
 from moe_lora.serve.limits import bounded_route
@@ -149,13 +151,13 @@ class AdapterLoads:
     async def load(self, body: LoadAdapterRequest, *, in_place: bool) -> AdapterInfo:
         """Load the body's adapter; in_place: as a new version.  Raises ApiError."""
         folder = await self._checked(body)
-        files = _Files(folder, await in_daemon_thread(_stamps, folder))
+        files = await in_daemon_thread(_Files.at, folder, self._frontend.adapter_texts is not None)
         return await self._load(body, files, in_place=in_place)
 
     async def load_or_replace(self, body: LoadAdapterRequest) -> None:
         """As `load` in place, unless the content is equal.  Raises ApiError."""
         folder = await self._checked(body)
-        files = _Files(folder, await in_daemon_thread(_stamps, folder))
+        files = await in_daemon_thread(_Files.at, folder, self._frontend.adapter_texts is not None)
         version, loaded = self._loaded.get(body.lora_name, (None, None))
         if loaded and loaded.sizes == files.sizes and version == await self._version(body.lora_name):
             files = await in_daemon_thread(files.read, self._root)
@@ -231,7 +233,7 @@ class AdapterLoads:
             _compare_layout(body.lora_name, files.folder, self._root, body.is_3d_lora_weight)
         if reads and files.digest is None:
             files = files.read(self._root)
-        return files if files.stamps == _stamps(files.folder) else None
+        return files if files.is_same() else None
 
     async def _pin(self, body: LoadAdapterRequest, *, unload: bool = False) -> None:
         try:
@@ -263,44 +265,60 @@ class AdapterLoads:
 
 @dataclass(frozen=True)
 class _Files:
-    """The files of an adapter at one time.
+    """The files of an adapter at one time, with text files if the server uses them.
 
     stamps: differ after a write.  digest: None: not read.
     """
 
     folder: str
+    has_text: bool
     stamps: Stamps
     digest: str | None = None
+
+    @staticmethod
+    def at(folder: str, has_text: bool) -> _Files:
+        return _Files(folder, has_text, _stamps(folder, has_text))
 
     @property
     def sizes(self) -> list[int]:
         return [size for _, _, size, *_ in self.stamps]
 
+    def is_same(self) -> bool:
+        """True unless a file has changed since."""
+        return self.stamps == _stamps(self.folder, self.has_text)
+
     def read(self, root: str | None) -> _Files:
-        return replace(self, digest=_digest(self.folder, root))
+        return replace(self, digest=_digest(_names(self.folder, self.has_text), self.folder, root))
 
     def holds(self, other: _Files, root: str | None) -> bool:
         """True if these files have the bytes of `other`."""
         digest = self.digest
-        if digest is None and self.stamps == _stamps(self.folder):
-            digest = _digest(self.folder, root)
+        if digest is None and self.is_same():
+            digest = self.read(root).digest
         return digest is not None and digest == other.digest
 
 
-def _stamps(folder: str) -> Stamps:
+def _names(folder: str, has_text: bool) -> list[str]:
+    """Names of the compared files."""
+    patterns = [pattern for name in TEXT_FILES for pattern in (name, f"{name}/*") if has_text]
+    found = [one for pattern in patterns for one in sorted(Path(folder).glob(pattern)) if one.is_file()]
+    return [CONFIG_FILE, WEIGHTS_FILE, *(str(one.relative_to(folder)) for one in found)]
+
+
+def _stamps(folder: str, has_text: bool) -> Stamps:
     try:
-        found = [os.stat(os.path.join(folder, name)) for name in (CONFIG_FILE, WEIGHTS_FILE)]
+        found = [os.stat(os.path.join(folder, name)) for name in _names(folder, has_text)]
     except (OSError, ValueError):
         return ()
     return tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found)
 
 
-def _digest(folder: str, root: str | None) -> str | None:
-    """SHA-256 of the adapter's files; None if unreadable."""
+def _digest(names: Sequence[str], folder: str, root: str | None) -> str | None:
+    """SHA-256 of the named files; None if unreadable."""
     digest = hashlib.sha256()
     try:
-        for name in (CONFIG_FILE, WEIGHTS_FILE):
-            digest.update(b"\0")
+        for name in names:
+            digest.update(b"\0" + os.fsencode(name))
             with open_file(Path(folder, name), name, root) as file:
                 while piece := file.read(_CHUNK_BYTES):
                     digest.update(piece)
