@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -127,9 +128,10 @@ class AdapterContents:
                 f"{packed.content_hash[:12]}); load it again with load_inplace=true"
             )
         if self.store is not None:
-            with self._lock:
-                served = [*chain.from_iterable(self._served.values())]
-            self.store.remove_unused(served)
+            if time.time() >= self.store.sweep_s:
+                with self._lock:
+                    served = {*chain.from_iterable(self._served.values())}
+                self.store.remove_unused(served)
             try:
                 if self.store.put(packed):
                     self._new.add(packed.content_hash)

@@ -43,7 +43,8 @@ class HostStore:
         sweep_folders(self.directory, _PARTIAL)
         self._mapped: WeakValueDictionary[str, PackedAdapter] = WeakValueDictionary()
         """Adapters in use: a removed file stays mapped."""
-        self._sweep_s = time.time() + _SWEEP_S  # by then a returned instance has its adapters
+        self.sweep_s = time.time() + _SWEEP_S
+        """Time of the next `remove_unused`: by then a returned instance has its adapters."""
 
     def path(self, content_hash: str) -> Path:
         """Path of this hash, present or not."""
@@ -76,8 +77,8 @@ class HostStore:
     def put(self, packed: PackedAdapter) -> bool:
         """Write the adapter; False if present, unread.  Raises StorageError."""
         path = self.path(packed.content_hash)
-        if path.exists():
-            self._mark_used(packed.content_hash)
+        with suppress(OSError):  # absent
+            os.utime(path)
             return False
         tensors = {
             f"{number}.{part}": getattr(layer, part)
@@ -99,7 +100,8 @@ class HostStore:
 
         Raises StorageError; errors of `blocks` pass.
         """
-        self.remove_unused()
+        if time.time() >= self.sweep_s:
+            self.remove_unused()
         with self._appearing(self.path(content_hash)) as partial:
             for block in blocks:
                 with self._explained(), partial.open("ab") as file:
@@ -137,7 +139,8 @@ class HostStore:
         Raises AdapterError; StorageError if the process can't map it now.
         """
         path = self.path(content_hash)
-        self._mark_used(content_hash)
+        with suppress(OSError):  # absent
+            os.utime(path)
         mapped = self._mapped.get(content_hash)
         if mapped is not None and not path.exists():
             return replace(mapped, name=name)
@@ -169,21 +172,15 @@ class HostStore:
             logger.error("a packed adapter stays on this host: %s", error)
 
     def remove_unused(self, used: Iterable[str] = ()) -> None:
-        """Each hour: delete files that no process used within a day.  used: content hashes used now."""
-        now_s = time.time()
-        if now_s < self._sweep_s:
-            return
-        self._sweep_s = now_s + _SWEEP_S
-        for one in used:
-            self._mark_used(one)
+        """Delete files that no process used within a day.  used: content hashes used now."""
+        now_s, kept = time.time(), {self.path(one) for one in used}
+        self.sweep_s = now_s + _SWEEP_S
         for path in self.directory.glob(f"*{_SUFFIX}"):
             with suppress(OSError):  # removed meanwhile
-                if path.stat().st_mtime < now_s - _KEPT_S:
+                if path in kept:
+                    os.utime(path)
+                elif path.stat().st_mtime < now_s - _KEPT_S:
                     path.unlink()
-
-    def _mark_used(self, content_hash: str) -> None:
-        with suppress(OSError):  # absent
-            os.utime(self.path(content_hash))
 
 
 _TABLE, _SCALE = torch.int64, torch.float32

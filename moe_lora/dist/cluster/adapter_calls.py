@@ -407,9 +407,7 @@ def _refusal(
     if not answers:
         return error
     kind = BusyError if isinstance(error, BusyError) else AdapterError
-    return kind(
-        f"instance {instance.name} refused adapter {name!r}, so the others took it back: {error}"
-    )
+    return kind(f"instance {instance.name} refused adapter {name!r}, so the others took it back: {error}")
 
 
 def _tell(name: str, change: asyncio.Future[Any]) -> None:

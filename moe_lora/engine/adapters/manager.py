@@ -465,31 +465,29 @@ class AdapterManager:
             for other in self.versions.values()
             if not (other.pinned or other is adapter or (other.name == name and other.is_idle))
         ]
-        problem = self._pin_problem(adapter, others)
-        if problem is None:
-            return
-        if self._pin_problem(adapter, [other for other in others if other.name != name]) is None:
+        try:
+            self._check_pin_beside(adapter, others)
+        except CapacityError:
+            self._check_pin_beside(adapter, [other for other in others if other.name != name])
             raise BusyError(
                 f"adapter {name!r} can't be pinned yet: requests of its former version still hold a slot; "
                 "send the request again once they have ended, or unpin the adapter first"
-            )
-        raise CapacityError(f"adapter {name!r} {problem}")
+            ) from None
 
-    def _pin_problem(self, adapter: AdapterVersion, others: Sequence[AdapterVersion]) -> str | None:
-        largest = max((other.num_pages for other in others), default=0)
+    def _check_pin_beside(self, adapter: AdapterVersion, others: Sequence[AdapterVersion]) -> None:
+        name, largest = adapter.name, max((other.num_pages for other in others), default=0)
         if largest and len(self._pinned) + 1 >= self.num_slots:
-            return (
-                f"can't be pinned: of max_loras={self.num_slots} slots one must stay "
+            raise CapacityError(
+                f"adapter {name!r} can't be pinned: of max_loras={self.num_slots} slots one must stay "
                 "free for others; unpin another adapter or raise max_loras"
             )
         pinned = sum(other.num_pages for other in self._pinned)
         if pinned + adapter.num_pages + largest > self._max_pages:
-            return (
-                f"of {self._mb(adapter.num_pages)} MB can't be pinned: that would leave no "
+            raise CapacityError(
+                f"adapter {name!r} of {self._mb(adapter.num_pages)} MB can't be pinned: that would leave no "
                 f"room for a request of an adapter of {self._mb(largest)} MB; unpin another one or raise "
                 "arena_mb"
             )
-        return None
 
     def _mb(self, num_pages: int) -> str:
         return f"{num_pages * self.page_bytes / 1e6:.3f}"

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,7 +49,7 @@ _ONE_EXPERTS_KEY = re.compile(r"\.experts\.(?:.*\.)?\d+\.")
 _CHUNK_BYTES = 1 << 20
 MAX_KNOWN_LOADS = 10_000
 """Names may be unloaded elsewhere; a forgotten one is loaded again without a comparison."""
-Stamps = tuple[tuple[int, ...], ...]
+Stamps = dict[str, tuple[int, ...]]
 
 
 class LoadAdapterRequest(PeerModel):
@@ -147,17 +147,19 @@ class AdapterLoads:
         self._frontend = frontend
         self._root = frontend.cluster.engine.adapter_root
         self._loaded: dict[str, tuple[int, _Files]] = {}
+        texts = TEXT_FILES if frontend.adapter_texts is not None else ()
+        self._patterns = [CONFIG_FILE, WEIGHTS_FILE, *texts, *(f"{name}/*" for name in texts)]
 
     async def load(self, body: LoadAdapterRequest, *, in_place: bool) -> AdapterInfo:
         """Load the body's adapter; in_place: as a new version.  Raises ApiError."""
         folder = await self._checked(body)
-        files = await in_daemon_thread(_Files.at, folder, self._frontend.adapter_texts is not None)
+        files = _Files(folder, await in_daemon_thread(_stamps, folder, self._patterns), self._patterns)
         return await self._load(body, files, in_place=in_place)
 
     async def load_or_replace(self, body: LoadAdapterRequest) -> None:
         """As `load` in place, unless the content is equal.  Raises ApiError."""
         folder = await self._checked(body)
-        files = await in_daemon_thread(_Files.at, folder, self._frontend.adapter_texts is not None)
+        files = _Files(folder, await in_daemon_thread(_stamps, folder, self._patterns), self._patterns)
         version, loaded = self._loaded.get(body.lora_name, (None, None))
         if loaded and loaded.sizes == files.sizes and version == await self._version(body.lora_name):
             files = await in_daemon_thread(files.read, self._root)
@@ -233,7 +235,7 @@ class AdapterLoads:
             _compare_layout(body.lora_name, files.folder, self._root, body.is_3d_lora_weight)
         if reads and files.digest is None:
             files = files.read(self._root)
-        return files if files.is_same() else None
+        return files if files.stamps == _stamps(files.folder, self._patterns) else None
 
     async def _pin(self, body: LoadAdapterRequest, *, unload: bool = False) -> None:
         try:
@@ -265,55 +267,45 @@ class AdapterLoads:
 
 @dataclass(frozen=True)
 class _Files:
-    """The files of an adapter at one time, with text files if the server uses them.
+    """The files of an adapter at one time, found by patterns.
 
     stamps: differ after a write.  digest: None: not read.
     """
 
     folder: str
-    has_text: bool
     stamps: Stamps
+    patterns: Sequence[str]
     digest: str | None = None
-
-    @staticmethod
-    def at(folder: str, has_text: bool) -> _Files:
-        return _Files(folder, has_text, _stamps(folder, has_text))
 
     @property
     def sizes(self) -> list[int]:
-        return [size for _, _, size, *_ in self.stamps]
-
-    def is_same(self) -> bool:
-        """True unless a file has changed since."""
-        return self.stamps == _stamps(self.folder, self.has_text)
+        return [size for _, _, size, *_ in self.stamps.values()]
 
     def read(self, root: str | None) -> _Files:
-        return replace(self, digest=_digest(_names(self.folder, self.has_text), self.folder, root))
+        return replace(self, digest=_digest(self.folder, self.stamps, root))
 
     def holds(self, other: _Files, root: str | None) -> bool:
         """True if these files have the bytes of `other`."""
         digest = self.digest
-        if digest is None and self.is_same():
-            digest = self.read(root).digest
+        if digest is None and self.stamps == _stamps(self.folder, self.patterns):
+            digest = _digest(self.folder, self.stamps, root)
         return digest is not None and digest == other.digest
 
 
-def _names(folder: str, has_text: bool) -> list[str]:
-    """Names of the compared files."""
-    patterns = [pattern for name in TEXT_FILES for pattern in (name, f"{name}/*") if has_text]
-    found = [one for pattern in patterns for one in sorted(Path(folder).glob(pattern)) if one.is_file()]
-    return [CONFIG_FILE, WEIGHTS_FILE, *(str(one.relative_to(folder)) for one in found)]
-
-
-def _stamps(folder: str, has_text: bool) -> Stamps:
+def _stamps(folder: str, patterns: Sequence[str]) -> Stamps:
+    """By name within the folder."""
     try:
-        found = [os.stat(os.path.join(folder, name)) for name in _names(folder, has_text)]
+        paths = [path for pattern in patterns for path in sorted(Path(folder).glob(pattern))]
+        found = {str(path.relative_to(folder)): path.stat() for path in paths if path.is_file()}
     except (OSError, ValueError):
-        return ()
-    return tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found)
+        return {}
+    return {
+        name: (one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns)
+        for name, one in found.items()
+    }
 
 
-def _digest(names: Sequence[str], folder: str, root: str | None) -> str | None:
+def _digest(folder: str, names: Iterable[str], root: str | None) -> str | None:
     """SHA-256 of the named files; None if unreadable."""
     digest = hashlib.sha256()
     try:
