@@ -113,8 +113,7 @@ def find_files(path: str, name: str, frontend: Frontend) -> str:
         raise bad_request("lora_path is empty; give the directory of a PEFT adapter", "lora_path")
     if frontend.cluster.sources is not None or "://" in path:
         path = _fetched(path, frontend)
-    root = frontend.cluster.engine.adapter_root
-    if not confined(path, root):
+    if not confined(path, frontend.cluster.engine.adapter_root):
         raise ApiError(
             404, f"no LoRA adapter found: {path!r} is not in the server's adapter_root", "lora_path"
         )
@@ -152,14 +151,11 @@ class AdapterLoads:
 
     async def load(self, body: LoadAdapterRequest, *, in_place: bool) -> AdapterInfo:
         """Load the body's adapter; in_place: as a new version.  Raises ApiError."""
-        folder = await self._checked(body)
-        files = _Files(folder, await in_daemon_thread(_stamps, folder, self._patterns), self._patterns)
-        return await self._load(body, files, in_place=in_place)
+        return await self._load(body, await self._checked(body), in_place=in_place)
 
     async def load_or_replace(self, body: LoadAdapterRequest) -> None:
         """As `load` in place, unless the content is equal.  Raises ApiError."""
-        folder = await self._checked(body)
-        files = _Files(folder, await in_daemon_thread(_stamps, folder, self._patterns), self._patterns)
+        files = await self._checked(body)
         version, loaded = self._loaded.get(body.lora_name, (None, None))
         if loaded and loaded.sizes == files.sizes and version == await self._version(body.lora_name):
             files = await in_daemon_thread(files.read, self._root)
@@ -181,15 +177,15 @@ class AdapterLoads:
             raise ApiError(404, what, "lora_name") from error
         self._loaded.pop(body.lora_name, None)
 
-    async def _checked(self, body: LoadAdapterRequest) -> str:
-        """Check the body before reading files; returns the adapter's folder.  Raises ApiError."""
+    async def _checked(self, body: LoadAdapterRequest) -> _Files:
+        """Check the body before reading files; returns the adapter's files.  Raises ApiError."""
         check_new_name(body.lora_name, self._frontend)
         check_base(body.base_model_name, self._frontend)
         if body.lora_path is not None:
             folder = await in_daemon_thread(find_files, body.lora_path, body.lora_name, self._frontend)
         else:
             folder = await self._registered(body.lora_name)
-        return folder
+        return _Files(folder, await in_daemon_thread(_stamps, folder, self._patterns), self._patterns)
 
     async def _load(
         self, body: LoadAdapterRequest, files: _Files, *, in_place: bool, reads: bool = False
