@@ -45,6 +45,8 @@ def name_problem(name: str) -> str | None:
         return "is empty; give the name that requests will use as model"
     if len(name) > MAX_ADAPTER_NAME_CHARS or not name.isprintable() or "," in name:
         return f"must be at most {MAX_ADAPTER_NAME_CHARS} printable characters without commas"
+    if name.startswith(COMPOSED):
+        return f"starts with {COMPOSED!r}, as names of weighted sums do; choose another"
     return None
 
 
