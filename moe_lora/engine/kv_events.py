@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's events of cached prefixes over ZeroMQ, for routers that send prompts to their prefixes.
 
-Messages of vLLM 0.33's `distributed.kv_events`: PUB [topic, number, batch], and a ROUTER that repeats late
-batches.  Readers: llm-d, AIBrix, Dynamo.
+Messages of vLLM's `distributed.kv_events`: PUB [topic, number, batch], and a ROUTER that repeats late
+batches.  Events are arrays, as llm-d, AIBrix and Dynamo read in each version; vLLM has maps since 0.33.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEVICE = "GPU"
 """The only medium, on device or host."""
 
 
-class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
+class BlockStored(msgspec.Struct, array_like=True, tag=True):
     """Blocks of token ids for prompts to find.  lora_name None: the base model."""
 
     block_hashes: Sequence[int]
@@ -49,7 +49,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
     lora_name: str | None
 
 
-class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
+class BlockRemoved(msgspec.Struct, array_like=True, tag=True):
     """Prompts no longer find these blocks."""
 
     block_hashes: Sequence[int]
@@ -65,7 +65,14 @@ class Batch(msgspec.Struct, array_like=True):
 
 
 class BlockReport(Protocol):
-    """Reader of a tree's reports.  A hash stands for a block and all blocks before."""
+    """Reader of a tree's reports.  A hash stands for a block and all blocks before.
+
+    llm-d has one map from hashes to blocks for all instances: equal hashes mean equal adapters.
+    """
+
+    def seed(self, namespace: Namespace) -> bytes:
+        """Seed of the first block's hash, up to 64 bytes."""
+        ...
 
     def stored(
         self, namespace: Namespace, parent: int | None, hashes: Sequence[int], token_ids: Sequence[int]
@@ -112,9 +119,9 @@ class ReportedTree(DependencyTree):
         """Report the node's last blocks."""
         known = self._hashes[node] or (node.parent and self._hashes.get(node.parent))
         before = known[-1] if known else None
-        seed, found = repr(node.namespace).encode() if before is None else _bytes(before), list[int]()
+        seed, found = self._report.seed(node.namespace) if before is None else _bytes(before), list[int]()
         for at in range(0, len(tokens), self._block_bytes):
-            digest = blake2b(tokens[at : at + self._block_bytes], digest_size=HASH_BYTES, key=seed[:64])
+            digest = blake2b(tokens[at : at + self._block_bytes], digest_size=HASH_BYTES, key=seed)
             seed = digest.digest()
             found.append(int.from_bytes(seed, "little"))
         self._hashes[node] += found
@@ -160,6 +167,12 @@ class KvEvents:
 
     def make_tree(self, block_size: int, **settings: Any) -> DependencyTree:
         return ReportedTree(block_size, report=self, **settings)
+
+    def seed(self, namespace: Namespace) -> bytes:
+        if namespace is None:
+            return b""
+        version = self.names[namespace]
+        return blake2b(f"{version.name} {version.packed.content_hash}".encode()).digest()
 
     def stored(
         self, namespace: Namespace, parent: int | None, hashes: Sequence[int], token_ids: Sequence[int]

@@ -27,6 +27,9 @@ class Mirror:
         self.blocks: dict[int, Block] = {}
         self.num_removed = 0
 
+    def seed(self, namespace):
+        return repr(namespace).encode()
+
     def stored(
         self, namespace: object, parent: int | None, hashes: Sequence[int], token_ids: Sequence[int]
     ) -> None:

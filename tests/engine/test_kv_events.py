@@ -28,14 +28,30 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 PROMPT = list(range(64, 64 + 40))
 
 
+FIELDS = {
+    "BlockStored": (
+        *("block_hashes", "parent_block_hash", "token_ids", "block_size"),
+        *("lora_id", "medium", "lora_name"),
+    ),
+    "BlockRemoved": ("block_hashes", "medium"),
+}
+"""As llm-d's `VLLMAdapter` reads an event: an array of the type and these values."""
+
+
 def settings(**fields: Any) -> dict[str, Any]:
     port = free_port()
     usual = {"enable_kv_cache_events": True, "endpoint": f"tcp://127.0.0.1:{port}", "topic": "kv@pod@demo"}
     return {**usual, "replay_endpoint": f"tcp://127.0.0.1:{free_port()}", **fields}
 
 
+def read_batch(batch: bytes) -> tuple[float, list[dict[str, Any]], int]:
+    """A batch [ts, events, rank], with its events as maps."""
+    ts, events, rank = msgspec.msgpack.decode(batch, type=tuple[float, list[tuple[Any, ...]], int])
+    return ts, [{"type": tag, **dict(zip(FIELDS[tag], rest, strict=True))} for tag, *rest in events], rank
+
+
 class Reader:
-    """A router's side: batches as [ts, events, rank], events as maps with a type."""
+    """A router's side."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.context = zmq.Context()
@@ -56,7 +72,7 @@ class Reader:
                 assert (topic, batch) == (b"", b"")
                 return found
             assert topic == self.topic
-            found.append((int.from_bytes(number, "big"), msgspec.msgpack.decode(batch)))
+            found.append((int.from_bytes(number, "big"), read_batch(batch)))
 
     def close(self) -> None:
         self.context.destroy(linger=0)
@@ -108,6 +124,24 @@ def test_an_engine_tells_a_router_what_prefixes_it_holds_and_no_longer_holds():
         pass  # the ports are free again
 
 
+def test_equal_hashes_of_two_instances_mean_the_same_adapter_and_tokens():
+    """llm-d has one map from hashes to blocks for all pods; numbers of versions differ between pods."""
+    found: list[dict[str | None, list[int]]] = []
+    for names in (("upper", "rot13"), ("rot13", "upper")):
+        given = settings()
+        reader = Reader(given)
+        adapters = {name: str(DEMO / "adapters" / name) for name in names}
+        with LLM(
+            str(DEMO / "model"), adapters=adapters, eager=True, num_threads=1, kv_events=json.dumps(given)
+        ) as llm:
+            for name in (None, *names):
+                llm.generate([PROMPT], name, GREEDY)
+            found.append({event["lora_name"]: event["block_hashes"] for event in until_told(reader, 3)})
+        reader.close()
+    assert found[0] == found[1]
+    assert len(set.union(*(set(hashes) for hashes in found[0].values()))) == sum(map(len, found[0].values()))
+
+
 def test_a_subscriber_gets_batches_as_they_come_and_an_instance_adds_its_number_to_ports():
     given = settings()
     host, port = given["endpoint"].rsplit(":", 1)
@@ -119,7 +153,7 @@ def test_a_subscriber_gets_batches_as_they_come_and_an_instance_adds_its_number_
     while not poller.poll(20):  # a subscription takes a moment to arrive
         events.stored(None, None, [2**64 - 1], [1, 2, 3, 4])
     topic, _, batch = reader.live.recv_multipart()
-    _, (event, *_), rank = msgspec.msgpack.decode(batch)
+    _, (event, *_), rank = read_batch(batch)
     assert (topic, rank, event["block_hashes"]) == (b"kv@pod@demo", 3, [2**64 - 1])
     reader.close()
     events.close()

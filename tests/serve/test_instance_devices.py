@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GET /v1/instances shows the map of devices."""
+"""GET /v1/instances shows the map of devices, and roles."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+
+import pytest
 
 from moe_lora.config.devices import LORA_SERVER
 from moe_lora.core.request import FleetStats, InstanceStats
@@ -32,3 +34,17 @@ def test_each_instance_and_the_lora_server_show_their_devices(
     frontend.cluster = replace(frontend.cluster, devices={LORA_SERVER: (4, 5)})
     shared_thread[0].app = create_app(frontend)
     assert server.get("/v1/instances").json()[LORA_SERVER] == {"devices": ["cuda:4", "cuda:5"]}
+
+
+@pytest.mark.parametrize(("prefill", "roles"), [((), ["both"] * 2), (("instance-1",), ["decode", "prefill"])])
+def test_each_instance_shows_its_role(server, engine, tokenizer, shared_thread, monkeypatch, prefill, roles):
+    async def stats() -> FleetStats:
+        return FleetStats(instances=(instance(0), instance(1)))
+
+    monkeypatch.setattr(engine, "stats", stats)
+    frontend = frontend_of(engine, tokenizer)
+    front_end = replace(frontend.cluster.front_end, prefill_instances=prefill)
+    engine_config = replace(frontend.cluster.engine, num_instances=2)
+    frontend.cluster = replace(frontend.cluster, engine=engine_config, front_end=front_end)
+    shared_thread[0].app = create_app(frontend)
+    assert [one["role"] for one in server.get("/v1/instances").json()["data"]] == roles

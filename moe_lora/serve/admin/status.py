@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -258,6 +260,7 @@ def _rows(app: FastAPI) -> list[str]:
 
 def instances_router(frontend: Frontend) -> APIRouter:
     router = APIRouter(prefix="/v1/instances", tags=["instances"], route_class=bounded_route(frontend.limits))
+    card = partial(_card, frontend.cluster.front_end.prefill_instances)
 
     async def known() -> dict[str, InstanceStats]:
         stats = await frontend.client.stats()
@@ -271,13 +274,13 @@ def instances_router(frontend: Frontend) -> APIRouter:
             raise ApiError(404, f"there is no instance {name!r}; choose one of {', '.join(found)}")
         await frontend.controller.call(f"{method}_instance", name, *args)
         found = await known()
-        return JsonResponse(_card(found.get(name) or InstanceStats(index=0, name=name, live=False)))
+        return JsonResponse(card(found.get(name) or InstanceStats(index=0, name=name, live=False)))
 
     @router.get("/", response_model=None, include_in_schema=False)
     @router.get("", response_model=None)
     async def list_instances() -> Response:
-        """Every instance: devices, state and number of requests."""
-        listed: dict[str, Any] = {"object": "list", "data": [_card(one) for one in (await known()).values()]}
+        """Every instance: role, devices, state and number of requests."""
+        listed: dict[str, Any] = {"object": "list", "data": [card(one) for one in (await known()).values()]}
         numbers = frontend.cluster.devices.get(LORA_SERVER)
         if numbers is not None:
             listed[LORA_SERVER] = {"devices": [device_name(one) for one in numbers]}
@@ -307,10 +310,12 @@ def instances_router(frontend: Frontend) -> APIRouter:
     return router
 
 
-def _card(one: InstanceStats) -> dict[str, Any]:
+def _card(prefill_instances: Collection[str], one: InstanceStats) -> dict[str, Any]:
+    role = "prefill" if one.name in prefill_instances else "decode" if prefill_instances else "both"
     return {
         "id": one.name,
         "object": "instance",
+        "role": role,
         "devices": list(one.devices),
         "live": one.live,
         "silent": one.silent,

@@ -8,7 +8,7 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -135,6 +135,9 @@ class ScriptedLoop(threading.Thread):
 
     def list_adapters(self) -> list[AdapterInfo]:
         return [self._info(name) for name in self.adapters]
+
+    def preload_adapters(self, names: Sequence[str]) -> int:
+        return len(names)
 
     def load_adapter(
         self, name: str, path: str, replaces: bool, version: int, content_hash: str | None

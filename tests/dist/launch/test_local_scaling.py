@@ -135,6 +135,8 @@ class Client:
     async def stats(self):
         raise EngineDeadError("it has ended")
 
+    list_adapters = stats
+
     async def call(self, *args):
         pass
 

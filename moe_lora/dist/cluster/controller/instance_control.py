@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import chain
 
 from anyio import fail_after, move_on_after
 
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.1
 SETTLE_S = 0.5
 """Time until all front ends know of a drain."""
+WARM_S = 2.0
+"""Limit for the start of loads before a drain."""
 LEAVE_S = 20.0
 """Limit for the end of an ended process's connection."""
 
@@ -47,6 +50,7 @@ class InstanceControl:
         """
         await self._named(name)
         await self._check_others(name, lambda: self._registry.undrained)
+        await self._warm_others({name})
         await self._order(name, drained=True)
         logger.info("instance %s is drained", name)
 
@@ -80,6 +84,7 @@ class InstanceControl:
             await self._check_others(name, self._not_drained)
             await _until(lambda: instance.live, limit_s, _not_here(name))
             before = instance.incarnation
+            await self._warm_others({name})
             self._registry.drains.restart({name})
             logger.info("instance %s is drained until it is started again", name)
             try:
@@ -133,6 +138,7 @@ class InstanceControl:
             return [one for one in self._registry.instances if one.name in names]
 
         drains = self._registry.drains
+        await self._warm_others(names)
         drains.restart(names)
         logger.info("instances %s are drained, to end for good", ", ".join(names))
         try:
@@ -150,6 +156,18 @@ class InstanceControl:
                 drains.order(name, drained=False)
         finally:
             drains.restart(())
+
+    async def _warm_others(self, names: Collection[str]) -> None:
+        """Start loads of the leaving instances' adapters in use, before requests go to the others."""
+        undrained = self._registry.undrained
+        others = [one for one in undrained if one.name not in names]
+        calls = [one.client.list_adapters() for one in undrained if others and one.name in names]
+        with move_on_after(WARM_S):
+            found = await asyncio.gather(*calls, return_exceptions=True)
+            infos = chain.from_iterable(one for one in found if not isinstance(one, BaseException))
+            if used := sorted({info.name for info in infos if info.num_running}):
+                loads = [one.client.call("preload_adapters", used) for one in others]
+                await asyncio.gather(*loads, return_exceptions=True)
 
     def _not_drained(self) -> list[Instance]:
         """Includes returning instances."""

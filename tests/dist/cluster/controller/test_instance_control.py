@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 
-from moe_lora.core.errors import ConfigError, EngineDeadError, EngineSilentError
-from moe_lora.core.request import EngineStats
+from moe_lora.core.errors import AdapterError, ConfigError, EngineDeadError, EngineSilentError
+from moe_lora.core.request import AdapterInfo, EngineStats
 from moe_lora.dist.cluster import instances as cluster_instances
 from moe_lora.dist.cluster.controller import instance_control
 from moe_lora.dist.cluster.controller.instance_control import InstanceControl
@@ -63,6 +64,37 @@ def test_a_drained_instance_gets_no_requests_but_all_adapters(front_end, control
     assert "later" in made[1].loop.adapters
     front_end.run(control.undrain_instance("one"))
     assert answers(front_end, "back") == {(0,), (1,)}
+
+
+@pytest.mark.parametrize("verb", ["drain", "restart", "remove"])
+def test_others_load_the_adapters_that_a_leaving_instance_uses_before_they_get_its_requests(
+    front_end, control, made, verb
+):
+    first, second = made[1:]
+    usual = AdapterInfo(name="", version=1, lora_rank=1, nbytes=1, targets=(), path="", residency="device")
+    infos = [replace(usual, name=name, num_running=num) for name, num in (("b", 1), ("idle", 0), ("a", 2))]
+    loads = []
+
+    def preload(names):
+        loads.append((names, front_end.instance_registry.drained))
+        raise AdapterError("no host memory")  # the drain goes on
+
+    first.loop.list_adapters, second.loop.preload_adapters = lambda: infos, preload
+
+    async def end() -> None:
+        first.dial.stop()
+
+    if verb == "drain":
+        front_end.run(control.drain_instance("one"))
+    elif verb == "remove":
+        front_end.run(control.remove(["one"], end))
+    else:
+        restarting, errors = restart_aside(front_end, control)
+        until(lambda: first.dial.restarts)
+        made.append(Instance("one", front_end.socket, number=7))
+        restarting.join(PATIENCE_S)
+        assert errors == []
+    assert loads == [(["a", "b"], frozenset())]
 
 
 def test_the_last_that_takes_requests_and_a_stranger_are_not_drained(front_end, control):
