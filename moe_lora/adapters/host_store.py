@@ -84,10 +84,7 @@ class HostStore:
             for part in _PARTS
         }
         facts = {"max_lora_rank": packed.max_lora_rank, "nbytes": packed.nbytes, "targets": packed.targets}
-        if packed.invocation:
-            facts["invocation"] = packed.invocation
-        if packed.has_columns:
-            facts["has_columns"] = True
+        facts |= {key: getattr(packed, key) for key in ("invocation", "has_columns") if getattr(packed, key)}
         metadata = {"adapter": json.dumps(facts), "layers": str(len(packed.layers))}
         with self._appearing(path) as partial, self._explained():
             save_file(tensors, partial, metadata=metadata)
@@ -147,13 +144,12 @@ class HostStore:
             packed = PackedAdapter(name=name, layers=layers, content_hash=content_hash, **facts)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
             mapped = self._in_use(content_hash)
-            if mapped is not None:
-                packed = replace(mapped, name=name)
             # The file is whole, unless it is deleted between its header and its data.
-            elif isinstance(error, (OSError, RuntimeError)) and path.exists():
+            if mapped is None and isinstance(error, (OSError, RuntimeError)) and path.exists():
                 raise StorageError(f"{path.name} can't be mapped now: {error}") from error
-            else:
+            if mapped is None:
                 raise AdapterError(f"{path.name}: not a packed adapter that can be read ({error})") from error
+            packed = replace(mapped, name=name)
         self._mapped[id(packed)] = packed
         return packed
 
