@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -99,13 +100,24 @@ class TorchaoLinears(TorchFunctionMode):
 
 def torchao_logits(
     model_dir: Path, adapter: Path | None, quantisation: Quantisation, prompt: Sequence[int]
-) -> torch.Tensor:
-    """Logits of transformers and peft in fp32, their base's products computed by torchao."""
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits of transformers and peft in fp32, their base's products computed by torchao.
+
+    Second: expert ids [T, K] of each layer with experts, as its gate chose them.
+    """
     model = _adapted(model_dir, adapter)
-    with torch.inference_mode(), TorchaoLinears(model, quantisation) as mode:
+    chosen: list[torch.Tensor] = []
+
+    def record(module: Any, args: Any, kwargs: Any) -> None:
+        chosen.append(next(one for one in (*args, *kwargs.values()) if not one.is_floating_point()).long())
+
+    experts = [part for name, part in model.named_modules() if name.endswith(".experts")]
+    with ExitStack() as stack, torch.inference_mode(), TorchaoLinears(model, quantisation) as mode:
+        for one in experts:
+            stack.callback(one.register_forward_pre_hook(record, with_kwargs=True).remove)
         logits = model(torch.tensor([list(prompt)])).logits[0].float()
     assert mode.num_products >= 8, "torchao computed attention and MLP or experts of both layers"
-    return logits
+    return logits, chosen
 
 
 @lru_cache(maxsize=3)

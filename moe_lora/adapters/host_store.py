@@ -41,8 +41,8 @@ class HostStore:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         sweep_folders(self.directory, _PARTIAL)
-        self._mapped: WeakValueDictionary[str, PackedAdapter] = WeakValueDictionary()
-        """Adapters in use: a removed file stays mapped."""
+        self._mapped: WeakValueDictionary[int, PackedAdapter] = WeakValueDictionary()
+        """Adapters in use, by id: a removed file stays mapped."""
         self.sweep_s = time.time() + _SWEEP_S
         """Time of the next `remove_unused`: by then a returned instance has its adapters."""
 
@@ -57,17 +57,20 @@ class HostStore:
         """The full content hash with this prefix.  Raises AdapterError."""
         for path in self.directory.glob(f"{prefix}*{_SUFFIX}"):
             return path.name.removesuffix(_SUFFIX)
-        for mapped in self._mapped.valuerefs():
-            packed = mapped()
-            if packed is not None and packed.content_hash.startswith(prefix):
-                return packed.content_hash
-        raise AdapterError(f"{self.directory} has no adapter {prefix}…")
+        mapped = self._in_use(prefix)
+        if mapped is None:
+            raise AdapterError(f"{self.directory} has no adapter {prefix}…")
+        return mapped.content_hash
+
+    def _in_use(self, prefix: str) -> PackedAdapter | None:
+        mapped = (one() for one in self._mapped.valuerefs())
+        return next((one for one in mapped if one is not None and one.content_hash.startswith(prefix)), None)
 
     def restore(self, content_hash: str) -> bool:
         """True if present; a lost file is written again from a mapping.  Raises StorageError."""
         if content_hash in self:
             return True
-        packed = self._mapped.get(content_hash)
+        packed = self._in_use(content_hash)
         if packed is None:
             return False
         logger.warning("%s was lost, and is written again", self.path(content_hash))
@@ -86,10 +89,7 @@ class HostStore:
             for part in _PARTS
         }
         facts = {"max_lora_rank": packed.max_lora_rank, "nbytes": packed.nbytes, "targets": packed.targets}
-        if packed.invocation:
-            facts["invocation"] = packed.invocation
-        if packed.has_columns:
-            facts["has_columns"] = True
+        facts |= {key: getattr(packed, key) for key in ("invocation", "has_columns") if getattr(packed, key)}
         metadata = {"adapter": json.dumps(facts), "layers": str(len(packed.layers))}
         with self._appearing(path) as partial, self._explained():
             save_file(tensors, partial, metadata=metadata)
@@ -141,9 +141,6 @@ class HostStore:
         path = self.path(content_hash)
         with suppress(OSError):  # absent
             os.utime(path)
-        mapped = self._mapped.get(content_hash)
-        if mapped is not None and not path.exists():
-            return replace(mapped, name=name)
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata()
@@ -152,16 +149,17 @@ class HostStore:
                     PackedLayer(**{part: file.get_tensor(f"{number}.{part}") for part in _PARTS})
                     for number in range(int(metadata["layers"]))
                 )
+            facts |= {key: tuple(facts[key]) for key in ("targets", "invocation") if key in facts}
+            packed = PackedAdapter(name=name, layers=layers, content_hash=content_hash, **facts)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            if mapped is not None:
-                return replace(mapped, name=name)
+            mapped = self._in_use(content_hash)
             # The file is whole, unless it is deleted between its header and its data.
-            if isinstance(error, RuntimeError) and path.exists():
+            if mapped is None and isinstance(error, (OSError, RuntimeError)) and path.exists():
                 raise StorageError(f"{path.name} can't be mapped now: {error}") from error
-            raise AdapterError(f"{path.name}: not a packed adapter that can be read ({error})") from error
-        facts |= {key: tuple(facts[key]) for key in ("targets", "invocation") if key in facts}
-        packed = PackedAdapter(name=name, layers=layers, content_hash=content_hash, **facts)
-        self._mapped[content_hash] = packed
+            if mapped is None:
+                raise AdapterError(f"{path.name}: not a packed adapter that can be read ({error})") from error
+            packed = replace(mapped, name=name)
+        self._mapped[id(packed)] = packed
         return packed
 
     def remove(self, content_hash: str) -> None:

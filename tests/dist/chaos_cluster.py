@@ -77,6 +77,7 @@ class ChaosCluster:
         self._command = [sys.executable, *command]
         if host is not None:
             self._command = [*host.prefix, *self._command, "--registry", str(host.registry)]
+        self._pids: set[int] = set()
         self._start()
         self._shared = names_in_shm()
 
@@ -86,6 +87,7 @@ class ChaosCluster:
             self.process = processes.subprocess.Popen(  # may fork, see `tests.forked_children`
                 self._command, stdout=file, stderr=file, cwd=ROOT, env=environment
             )
+        self._pids.add(self.process.pid)
 
     def _write_file(self, front_end: Mapping[str, object]) -> None:
         names = {"model_dir": str(self.model.model_dir), "served_model_name": "base"}
@@ -103,6 +105,7 @@ class ChaosCluster:
     def kill_and_start_again(self, limit_s: float) -> None:
         """SIGKILL to the process that started all others; once these have ended, start the whole again."""
         everyone = {*descendants(self.process.pid), *self.pids().values()}
+        self._pids |= everyone
         self.num_tables_before += self.table_version()
         self.process.kill()
         self.process.wait()
@@ -186,6 +189,7 @@ class ChaosCluster:
     def stop(self, limit_s: float = 60.0) -> list[str]:
         """End everything; what is wrong with how it ended, or was left behind."""
         everyone = {*descendants(self.process.pid), *self.pids().values()}
+        self._pids |= everyone
         for pid in everyone:
             if alive(pid):
                 os.kill(pid, signal.SIGCONT)
@@ -208,7 +212,8 @@ class ChaosCluster:
         found += [f"process {pid} was left" for pid in pids]
         found += ["a traceback was logged"] if "Traceback" in self.text() else []
         found += [f"{path} was left" for place in (self.temporary, self.state) for path in place.rglob("*")]
-        return found + [f"/dev/shm/{name} was left" for name in _orphans(self._shared)]
+        roles = {int(pid) for pid in re.findall(r" started \(process (\d+)\)", self.text())}
+        return found + [f"/dev/shm/{name} was left" for name in orphans(self._shared, self._pids | roles)]
 
 
 def _has_whole_server(figures: Mapping[tuple[str, str], float]) -> bool:
@@ -216,9 +221,13 @@ def _has_whole_server(figures: Mapping[tuple[str, str], float]) -> bool:
     return bool(figures["lora_server_up", ""]) and not any(missing)
 
 
-def _orphans(before: set[str]) -> list[str]:
-    """Names in /dev/shm that were not there before and that no process has mapped or open."""
-    names = names_in_shm() - before
+def orphans(before: set[str], pids: set[int]) -> list[str]:
+    """Names in /dev/shm that were not there before, and that no process has mapped or open.
+
+    pids: of their makers, whose number is in the name: other programs of the machine make names too.
+    """
+    new = names_in_shm() - before
+    names = {name for name in new if pids.intersection(map(int, re.findall(r"\d+", name)))}
     used = "\n".join(_uses() if names else ())
     return sorted(name for name in names if f"/dev/shm/{name}" not in used)
 

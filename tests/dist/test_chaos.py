@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from moe_lora.report.results import read_results
+from tests.shared_memory import names_in_shm
 
 from .chaos import (
     FAULTS,
@@ -22,6 +24,7 @@ from .chaos import (
     ChaosReport,
     run_chaos,
 )
+from .chaos_cluster import orphans
 from .chaos_host import has_namespaces, in_own_namespace
 from .chaos_model import ChaosModel, Question, ask_undisturbed, make_chaos_model
 
@@ -45,6 +48,18 @@ def check(asked: Asked, folder: Path, plan: ChaosPlan) -> ChaosReport:
     assert report.num_migrations >= 1
     assert report.ordered.total() >= 1  # of which kind they are is up to what runs when they are ordered
     return report
+
+
+def test_names_of_other_programs_are_not_left_behind():
+    before, (own, other) = names_in_shm(), (1 << 22, (1 << 22) + 1)  # beyond the numbers of Linux
+    left = [Path(f"/dev/shm/torch_{pid}_{os.getpid()}_0") for pid in (own, other)]
+    try:
+        for path in left:
+            path.touch()
+        assert orphans(before, {own}) == [left[0].name]
+    finally:
+        for path in left:
+            path.unlink()
 
 
 @pytest.mark.slow

@@ -87,6 +87,7 @@ ELSEWHERE = {
     "gather_logits",
     "linear",
     "paged_attention",
+    "delta_rule",
     "quantised_linear",
 }
 """In steps of several ranks, on the CPU, and of quantised weights."""

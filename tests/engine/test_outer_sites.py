@@ -11,6 +11,7 @@ from moe_lora import LLM, SamplingParams
 from tests.adapters.peft.test_outer_sites import outer_adapter
 from tests.families import (
     ALL_FAMILIES,
+    DENSE_FAMILIES,
     LATENT_FAMILIES,
     RECURRENT_FAMILIES,
     make_adapter,
@@ -40,7 +41,6 @@ WAYS = {
     "tensor_parallel": {"tensor_parallel": 2},
     "expert_parallel": {"expert_parallel": 2},
 }
-DENSE = ("llama", "qwen3")
 ON_ONE_RANK = (*RECURRENT_FAMILIES, *LATENT_FAMILIES, "gemma4")
 QUICK = {
     "llama": ("compiled", "tensor_parallel"),
@@ -104,7 +104,7 @@ def is_quick(family, way):
         pytest.param(family, way, marks=() if is_quick(family, way) else pytest.mark.slow)
         for family in ALL_FAMILIES
         for way in WAYS
-        if not (family in DENSE and way == "expert_parallel")
+        if not (family in DENSE_FAMILIES and way == "expert_parallel")
         if not (family in ON_ONE_RANK and way in ("host_workers", "tensor_parallel"))
     ],
 )

@@ -17,12 +17,12 @@ from moe_lora.core.wrong_files import SINGLE_NAME
 from moe_lora.kernels import quantised
 from moe_lora.models import loader
 from moe_lora.models.loader import load_model
+from moe_lora.models.mlp import MoeMlp
 from moe_lora.models.quantised_weight import QuantisedWeight, quantisation_of
 from tests.families import (
     DENSE_FAMILIES,
     FAMILIES,
     LATER_FAMILIES,
-    NEWER,
     RECURRENT_FAMILIES,
     make_adapter,
     make_checkpoint,
@@ -213,6 +213,7 @@ from moe_lora.core.progress import silent
 from moe_lora.kernels import quantised
 from moe_lora.models import quantised_checkpoint
 from moe_lora.models.loader import load_model
+from moe_lora.models.mlp import MoeMlp
 from moe_lora.models.quantised_weight import quantisation_of
 
 # Freed buffers leave the process at once, and pages have one size: else the peak is the allocator's.
@@ -373,9 +374,29 @@ largest input to 127.5: where it is negative its last bit decides between -127 a
 """
 MAX_DYNAMIC_ERROR = 0.05
 """Of all positions.  Layers elsewhere add in another order than ours, which depends on the processor too.
-Where that carries one input over a step of 8 bits, or a token to another expert, this position and those
-after it differ by that.
+Where that carries one input over a step of 8 bits, this position and those after it differ by that.
 """
+MIN_SAME_EXPERTS = 0.9
+"""Share of a layer's positions whose experts are torchao's.  Others are near ties of the gate, which that
+noise decides: in logits each is an error of 20 to 60 %.
+"""
+
+
+def choose_as(theirs: list[torch.Tensor], shares: list[float], monkeypatch) -> None:
+    """Have each layer's gate choose these experts [T, K]; `shares` gets the share of its own equal choices.
+
+    Phi-3.5-MoE's gate has weights of its own choice alone, and keeps it.
+    """
+    largest, left = MoeMlp.largest, iter(theirs)
+
+    def choose(mlp, scores):
+        own, given = largest(mlp, scores)[1], next(left)
+        shares.append((own.sort(-1).values == given.sort(-1).values).all(-1).float().mean().item())
+        has_weights = scores.gather(-1, given).isfinite().all(-1, keepdim=True)
+        ids = torch.where(has_weights, given, own)
+        return scores.gather(-1, ids), ids
+
+    monkeypatch.setattr(MoeMlp, "largest", choose)
 
 
 @pytest.mark.parametrize(
@@ -385,28 +406,34 @@ after it differ by that.
             pytest.param(*one.values, marks=() if one.values in QUICK_DYNAMIC else pytest.mark.slow)
             for one in diagonal(FAMILIES, DYNAMIC)
         ),
-        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in product(NEWER, DYNAMIC)),
-        *(
-            pytest.param(one, DYNAMIC[1], marks=pytest.mark.slow)
-            for one in LATER_FAMILIES
-            if one not in NEWER
-        ),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in product(LATER_FAMILIES, DYNAMIC)),
     ],
     ids=lambda one: one if isinstance(one, str) else one.form.name,
 )
-def test_dynamic_logits_of_a_mixed_batch_are_those_of_torchao(family, quantisation, base, tmp_path):
+def test_dynamic_logits_of_a_mixed_batch_are_those_of_torchao(
+    family, quantisation, base, tmp_path, monkeypatch
+):
+    """By torchao's choice of experts: a near tie of a gate does not decide."""
     model_dir, _ = base(family)
     targets = ("qkv", "o", "delta_qkvz", "delta_out")
     adapters = [
         make_adapter(family, model_dir, tmp_path / str(n), n, targets, seed=n, scale=0.7) for n in (4, 8)
     ]
     prompts = make_prompts()
+    expected, chosen = zip(
+        *(
+            torchao_logits(model_dir, None if slot < 0 else adapters[slot], quantisation, prompt)
+            for slot, prompt in zip(SLOTS, prompts, strict=True)
+        ),
+        strict=True,
+    )
+    theirs = [torch.cat(layer) for layer in zip(*chosen, strict=True)]
+    shares: list[float] = []
+    choose_as(theirs, shares, monkeypatch)
     _, found = Harness(model_dir, adapters, quantisation=quantisation).prefill(prompts, SLOTS)
-    errors, sizes = [], []
-    for slot, prompt, rows in zip(SLOTS, prompts, found, strict=True):
-        expected = torchao_logits(model_dir, None if slot < 0 else adapters[slot], quantisation, prompt)
-        errors.append((rows - expected).square().mean(-1))
-        sizes.append(expected.square().mean(-1))
-    errors, size = torch.cat(errors), torch.cat(sizes).mean().sqrt()
+    assert len(shares) == len(theirs)
+    assert min(shares, default=1.0) >= MIN_SAME_EXPERTS
+    wanted = torch.cat(expected)
+    errors, size = (torch.cat(found) - wanted).square().mean(-1), wanted.square().mean().sqrt()
     assert errors.median().sqrt() < DYNAMIC_ERROR[quantisation.form.name] * size
     assert errors.mean().sqrt() < MAX_DYNAMIC_ERROR * size

@@ -222,16 +222,19 @@ def test_a_format_beside_tools_without_a_shape_of_calls_is_refused_by_both_names
     assert (error.value.status, error.value.param) == (400, "response_format")
 
 
-def test_an_error_beside_a_format_names_the_tool_or_both():
+def test_an_error_beside_a_format_names_the_part_that_is_wrong():
     unique = {"type": "array", "uniqueItems": True}
     wide = {f"{number:03}".ljust(60, "x"): {"enum": [*range(60)]} for number in range(300)}
-    for given, words, param in (
-        ({"a": unique}, r"^tools: function 'f': .*uniqueItems", "tools"),
-        (wide, r"^response_format beside tools: the grammar has \d+ characters", "response_format"),
+    large = [*range(1 << 15)]
+    for given, asked, words, param in (
+        ({"a": unique}, {}, r"^tools: function 'f': .*uniqueItems", "tools"),
+        (wide, {}, r"^response_format beside tools: the grammar has \d+ characters", "tools"),
+        ({}, {"enum": large}, r"^response_format: the grammar has \d+ characters", "response_format"),
     ):
         tools = [tool(name, {"type": "object", "properties": given}, strict=True) for name in "fgh"]
+        form = {"type": "json_schema", "json_schema": {"name": "one", "schema": {"type": "object", **asked}}}
         with pytest.raises(ApiError, match=words) as error:
-            grammar_of(tokenizer_with([]), parsed_by("hermes"), tools=tools, **FORMATS["json_schema"][0])
+            grammar_of(tokenizer_with([]), parsed_by("hermes"), tools=tools, response_format=form)
         assert (error.value.status, error.value.param) == (400, param)
 
 

@@ -172,7 +172,9 @@ def checked_grammar(asked: BodyGrammar) -> str:
         field = name = asked.field
         if asked.kind == EITHER:
             is_tool = str(error).startswith("function ")
-            field, name = ("tools", "tools") if is_tool else (field, f"{field} beside tools")
+            if not is_tool:
+                checked_grammar(BodyGrammar(field, *asked.value[-1]))  # else the format alone is wrong
+            field, name = "tools", "tools" if is_tool else f"{field} beside tools"
         raise bad_request(f"{name}: {error}", field) from error
 
 

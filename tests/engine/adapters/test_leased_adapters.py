@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 import threading
 import weakref
 from collections.abc import Iterator
@@ -406,6 +407,33 @@ def test_a_whole_file_that_can_not_be_mapped_stays(tmp_path, monkeypatch):
     with pytest.raises(StorageError, match=r"can't be mapped now: .* Too many open files"):
         AdapterContents(SHAPE, torch.float32, store)._kept("a", "a")
     assert "a" in store
+
+
+def test_a_whole_file_that_can_not_be_opened_stays(tmp_path):
+    store, (soft, hard) = HostStore(tmp_path), resource.getrlimit(resource.RLIMIT_NOFILE)
+    store.put(random_adapter("a", SHAPE))
+    contents = AdapterContents(SHAPE, torch.float32, store)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(StorageError, match="can't be mapped now"):
+            contents._kept("a", "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "a" in store
+
+
+def test_each_mapping_in_use_restores_a_lost_file(tmp_path):
+    """The latest may be dropped first, and one without a file has another name."""
+    store = HostStore(tmp_path)
+    store.put(random_adapter("a", SHAPE))
+    mapped = [store.get("a", "first"), store.get("a", "second")]
+    store.remove("a")
+    mapped.append(store.get("a", "third"))
+    for _ in range(3):
+        assert store.restore("a")
+        store.remove("a")
+        del mapped[len(mapped) // 2]
+    assert not store.restore("a")
 
 
 def test_content_that_a_late_drop_deletes_after_its_arrival_is_sent_again(cluster, leases, monkeypatch):
