@@ -18,8 +18,9 @@ from moe_lora.cli.main import main
 from moe_lora.cli.options import FORMATS as OPTION_FORMATS
 from moe_lora.config.cluster import read_cluster
 from moe_lora.provision.admission.iar import expected_active
-from moe_lora.provision.plan import two_simulators
+from moe_lora.provision.plan import compared, two_simulators
 from moe_lora.provision.plan import verify as replayed
+from moe_lora.provision.plan.verify import planned_load
 from moe_lora.workload.popularity.named import long_tail, production_ranks, shifting_ranks
 from moe_lora.workload.popularity.popularity import zipf
 from moe_lora.workload.traces.traces import FORMATS, read_trace
@@ -142,6 +143,30 @@ def test_popularity_comes_from_the_trace_unless_given(tmp_path: Path) -> None:
     counts = tmp_path / "counts.csv"
     counts.write_text("adapter,count\nx,3\ny,1\n")
     assert planned(trace, "--popularity", str(counts))["inputs"]["num_adapters"] == 2
+
+
+def test_all_rows_of_a_trace_count_and_replays_take_runs_of_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = []
+    monkeypatch.setattr(compared, "checked_plan", lambda inputs, trace: parts.append((inputs, trace)))
+    lengths = [100] * 2 * FEW + [4000] * 2 * FEW
+    rows = [{"prompt_tokens": length, "output_tokens": length // 100} for length in lengths]
+    run(write_trace(tmp_path / "trace.jsonl", rows), "--adapters", "2")
+    [(inputs, trace)] = parts
+    assert (inputs.prompts.prompt_tokens, inputs.prompts.longest) == (2050, 4040)
+    assert inputs.prompts.output_tokens == inputs.output_tokens == 20.5
+    replayed_lengths = [one.prompt_tokens for one in trace.requests]
+    assert replayed_lengths.count(100) == replayed_lengths.count(4000) >= FEW // 2
+    checked = planned_load(inputs, 1.0, trace, num_requests=FEW // 2).requests["poisson"]
+    assert [one.prompt_tokens for one in checked].count(4000) >= FEW // 4 - 5
+
+
+def test_a_plan_says_that_replays_take_a_part_of_the_trace(trace: Path, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{} for _ in range(FEW + 1)]
+    said = f"- replays take at most {FEW} of the trace's {FEW + 1} requests, in 12 runs"
+    assert said in run(write_trace(tmp_path / "long.jsonl", rows), "--adapters", "2").stdout
+    assert "replays take" not in run(trace, "--adapters", "2").stdout
 
 
 def test_prefixes_are_by_adapter_only_where_the_plan_is_for_the_traces(tmp_path: Path) -> None:

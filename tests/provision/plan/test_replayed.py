@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from moe_lora.core.partition import Layout
+from moe_lora.provision.plan import inputs as inputs_module
 from moe_lora.provision.plan.checked import place_of
 from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.inputs import SizedCluster, prompt_load
@@ -244,3 +245,11 @@ def test_prefix_hits_are_of_one_adapter(tmp_path: Path) -> None:
     each = [replace(one, adapter=f"a{i}") for i, one in enumerate(requests)]
     assert prompt_load(requests).hit_share > 0
     assert prompt_load(each).hit_share == 0
+
+
+def test_remembered_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs_module, "MOST_BLOCKS", 8)
+    again = TraceRequest(0.0, 1024, 1, hash_ids=(0, 1))
+    others = [TraceRequest(0.0, 1024, 1, hash_ids=(2 + 2 * i, 3 + 2 * i)) for i in range(20)]
+    assert prompt_load([again, *others[:3], again]).hit_share == pytest.approx(1023 / (5 * 1024))
+    assert prompt_load([again, *others, again]).hit_share == 0
