@@ -295,6 +295,7 @@ def test_what_can_not_be_is_refused_with_status_2(trace: Path, arguments: list[s
     ("arguments", "message"),
     [
         (["--slo-tpot-s", "0.001"], "alone take"),
+        (["--gpus", "1"], "--gpus 1 is less than an instance's --instance-gpus 2; give more --gpus"),
         (["--gpus", "2", "--request-rate", "80"], "Nor does a LoRA Server: --gpus 2: no split"),
         (["--slo-ttft-s", "0.01"], "which take the base model alone"),
     ],

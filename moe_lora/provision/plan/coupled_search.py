@@ -45,7 +45,10 @@ class CoupledSearch:
         inputs = self.cluster.inputs
         number = inputs.instances
         if inputs.gpus is not None:
-            number = max(1, inputs.gpus // inputs.instance_gpus)
+            number = inputs.gpus // inputs.instance_gpus
+        if number == 0:
+            few = f"--gpus {inputs.gpus} is less than an instance's --instance-gpus {inputs.instance_gpus}"
+            raise SloError(f"{few}; give more --gpus")
         if number is not None:
             found = self.holding(number)
             if found is None:
