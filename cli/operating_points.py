@@ -62,7 +62,7 @@ def operating_points(model_dir: str | None, out: str, **options: Any) -> None:
     """
     from moe_lora.report.results import check_targets, write_json
 
-    check_targets(out=out)
+    check_targets([options["performance_file"]], out=out)
     if (model_dir is None) == (options["performance_file"] is None):
         raise click.UsageError("give either MODEL_DIR or --simulate FILE")
     if model_dir is None:

@@ -14,7 +14,7 @@ from moe_lora.config.engine import QUANTISATION
 from moe_lora.config.plan import PlanGoals
 
 from .errors import input_errors
-from .options import FORMAT, POPULARITY, ZIPF, setting_options
+from .options import FORMAT, POPULARITY, ZIPF, read_files, setting_options
 
 _FILE = click.Path(exists=True, dir_okay=False)
 _OUT = click.Path(dir_okay=False)
@@ -102,7 +102,7 @@ def provision(**options: Any) -> None:
     from .provision_inputs import model_dir_of, plan_inputs
     from .provision_result import plan_lines, replayed_share, verified
 
-    check_targets(out=options["out"], report=options["report"])
+    check_targets(read_files(options), out=options["out"], report=options["report"])
     inputs, load = plan_inputs(options)
     trace = read_trace(options["trace"], options["format"], load.num_requests, NUM_REQUESTS)
     try:
