@@ -104,6 +104,8 @@ def provision(**options: Any) -> None:
 
     check_targets(read_files(options), out=options["out"], report=options["report"])
     inputs, load = plan_inputs(options)
+    for reason, count in load.dropped.items():
+        click.echo(f"{load.path}: {count} rows left out: {reason}", err=True)
     trace = read_trace(options["trace"], options["format"], load.num_requests, NUM_REQUESTS)
     try:
         plan = replayed_share(checked_plan(inputs, trace), load.num_requests, NUM_REQUESTS)

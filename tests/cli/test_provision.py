@@ -162,6 +162,13 @@ def test_all_rows_of_a_trace_count_and_replays_take_runs_of_all_of_it(
     assert [one.prompt_tokens for one in checked].count(4000) >= FEW // 4 - 5
 
 
+def test_rows_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    rows = [{"output_tokens": 0 if index % 4 == 0 else 200} for index in range(20)]
+    result = run(write_trace(tmp_path / "trace.jsonl", rows), "--adapters", "2", "--json")
+    assert "trace.jsonl: 5 rows left out: no output tokens (failed request)" in result.stderr
+    assert json.loads(result.stdout)["total_gpus"] > 0
+
+
 def test_a_plan_says_that_replays_take_a_part_of_the_trace(trace: Path, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{} for _ in range(FEW + 1)]
     said = f"- replays take at most {FEW} of the trace's {FEW + 1} requests, in 12 runs"
