@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from moe_lora import LLM, SamplingParams
+from moe_lora.cli import profile_steps
 from moe_lora.cli.main import main
 from moe_lora.cli.profile_steps import good_models
 from moe_lora.config import FrontEndConfig
@@ -144,6 +145,34 @@ def test_bad_input_is_refused(words: list[str], message: str, tmp_path: Path) ->
     assert result.exit_code != 0
     assert message in result.output
     assert not (tmp_path / "out.json").exists()
+
+
+def no_engine(*arguments: object, **more: object) -> None:
+    raise AssertionError("an engine was built")
+
+
+def test_too_few_batches_are_refused_before_an_engine_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_lora.profiling.step_times.StepClock", no_engine)
+    words = ["profile-steps", MODEL, "--ranks", "16", "--batches", "1,2", "--mixed", "0"]
+    result = CliRunner().invoke(main, [*words, "--out", str(tmp_path / "out.json")])
+    assert result.exit_code == 1
+    assert "steps to fit 6 coefficients to" in result.output
+    assert "building an engine" not in result.output
+
+
+def test_bad_models_are_refused_before_host_workers_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = {"kernel": "sgmv", "form": "full", "quality": {}}
+    bad["quality"] = {"decode": {"r2_held_out": 0.1, "mean_error": 1.0, "num_held_out": 3}}
+    monkeypatch.setattr(profile_steps, "measured_models", lambda *_: {"models": [bad]})
+    monkeypatch.setattr(profile_steps, "measured_host", no_engine)
+    out = tmp_path / "out.json"
+    result = CliRunner().invoke(main, ["profile-steps", MODEL, "--host-worker", "--out", str(out)])
+    assert result.exit_code == 1
+    assert "less than 0.9, so nothing was written" in result.output
 
 
 def model_of(form: str, r2: float | None) -> dict:
