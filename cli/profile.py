@@ -60,7 +60,10 @@ def _content(
 ) -> dict[str, Any]:
     """The profile file's fields."""
     shape, name = clock.shape, Path(config.model_dir).resolve().name
-    sizes = ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_token")
+    sizes = (
+        *("hidden_size", "intermediate_size", "num_experts", "num_experts_per_token"),
+        *("num_heads", "num_kv_heads", "head_dim"),
+    )
     return {
         "name": f"{name} on {clock.device.type}",
         "kind": "tables",
@@ -77,6 +80,7 @@ def _content(
             "instance_gpus": 1,
             "value_bytes": clock.dtype.itemsize,
             "weights": config.weights_name(),
+            "context_tokens": options["context_tokens"],
         },
         "batches": list(batches),
         "server_us": {

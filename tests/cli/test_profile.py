@@ -24,7 +24,7 @@ MODEL = str(ROOT / "demo" / "model")
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("profile") / "mine.json"
-    arguments = ["--max-batch", "6", "--num-adapters", "4", "--lora-rank", "8", "--context-tokens", "40"]
+    arguments = ["--max-batch", "6", "--num-adapters", "4", "--lora-rank", "8", "--context-tokens", "120"]
     result = CliRunner().invoke(main, ["profile", MODEL, "--out", str(path), "--threads", "1", *arguments])
     assert result.exit_code == 0, result.output
     return path
@@ -36,7 +36,8 @@ def test_written_profile_is_one_of_this_model(profile: Path) -> None:
     assert read.tables["base_us.experts"].batches == (1, 2, 4, 6)
     assert set(read.server_us) == {1, 2, 4, 8}
     assert "base_us.attention" in read.tables
-    assert read.taken_at.lora_rank == 8
+    assert (read.taken_at.lora_rank, read.taken_at.context_tokens) == (8, 120)
+    assert read.taken_at.num_heads is not None
     assert read.gpu.bytes_per_s is None
 
 
