@@ -23,9 +23,8 @@ from moe_lora.core.weight_format import UNQUANTISED, WeightFormat
 from moe_lora.provision.device_profile import Profile
 from moe_lora.provision.lower_bound import Work, WorkSum
 from moe_lora.provision.replayed.system_config import BlockHits, PrefixHits, StatedHits
-from moe_lora.workload.replay_plan import HASH_BLOCK_TOKENS
 from moe_lora.workload.statistics import Lengths
-from moe_lora.workload.traces.records import TraceRequest
+from moe_lora.workload.traces.records import HASH_BLOCK_TOKENS, TraceRequest
 
 from .memory import BLOCK_TOKENS, AdapterMix, base_bytes, shard_of
 from .stages import PromptsPerRow

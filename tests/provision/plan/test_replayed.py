@@ -186,7 +186,7 @@ def shared_prompt(tmp_path: Path) -> Trace:
     """Two turns of 100 conversations behind one system prompt; each turn ends inside a block."""
     path = tmp_path / "shared.jsonl"
     rows = [
-        {"arrival_s": i, "prompt_tokens": 1000, "output_tokens": 9, "hash_ids": ids}
+        {"arrival_s": i, "prompt_tokens": 1100, "output_tokens": 9, "hash_ids": ids}
         for i, ids in enumerate([[0, 3 * n, 3 * n + 1] for n in range(1, 101)])
     ]
     rows += [row | {"arrival_s": 100 + i, "hash_ids": [0, 3 * i + 3, 999 + i]} for i, row in enumerate(rows)]

@@ -182,6 +182,31 @@ def test_reader_is_a_stream(tmp_path: Path) -> None:
     assert next(iter_trace(path)).prompt_tokens == 4808
 
 
+QWEN_BAILIAN = (
+    '{"chat_id": 1, "parent_chat_id": -1, "timestamp": 0.061, "input_length": 40, "output_length": 9, '
+    '"type": "text", "turn": 1, "hash_ids": [1, 2, 3]}\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (QWEN_BAILIAN, "column 'chat_id': a Qwen-Bailian trace, with seconds and blocks of 16 tokens"),
+        (
+            QWEN_BAILIAN.replace("chat_id", "c"),
+            "3 blocks of 40 tokens; allowed: 1 at most, one a block of 512",
+        ),
+        (
+            OWN + '{"arrival_s": 2, "prompt_tokens": 512, "output_tokens": 1, "hash_ids": [1, 2]}',
+            "2 blocks of",
+        ),
+    ],
+)
+def test_blocks_of_other_sizes_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_trace(write(tmp_path, text))
+
+
 def test_a_part_of_a_trace_is_runs_of_all_of_it(tmp_path: Path) -> None:
     rows = [json.dumps({"arrival_s": i, "prompt_tokens": 1 + i, "output_tokens": 1}) for i in range(2400)]
     path = write(tmp_path, "\n".join(rows))
