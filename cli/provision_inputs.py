@@ -147,6 +147,11 @@ def _of_trace(options: dict[str, Any], named: bool, load: TraceStatistics) -> di
 
 
 def _rate(options: dict[str, Any], load: TraceStatistics) -> float | None:
+    """None beside --global-batch, which is the load."""
+    if options["global_batch"] is not None:
+        if options["peak"] or options["request_rate"] is not None:
+            raise click.UsageError("--global-batch is the load; leave --request-rate and --peak out")
+        return None
     if options["request_rate"] is not None:
         if options["peak"]:
             raise click.UsageError("--peak takes the rate from the trace; give it or --request-rate")

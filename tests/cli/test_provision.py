@@ -247,6 +247,22 @@ def test_rate_of_the_trace_is_the_default_and_can_be_replaced(trace: Path) -> No
     assert planned(trace, "--adapters", "8", "--peak")["inputs"]["rate_per_s"] >= 10
 
 
+def test_a_global_batch_is_the_load_whatever_the_traces_rate(tmp_path: Path) -> None:
+    plans = [
+        planned(
+            write_trace(tmp_path / f"{gap_s}.jsonl", [{"arrival_s": i * gap_s} for i in range(100)]),
+            *("--adapters", "8", "--global-batch", "30"),
+        )
+        for gap_s in (0.001, 1.0)
+    ]
+    for plan in plans:
+        assert plan["rate_per_s"] == pytest.approx(30 / (200 * plan["tpot_s"]))
+        assert plan["inputs"]["rate_per_s"] is None
+    fast, slow = ({name: plan[name] for name in ("total_gpus", "prompt_share", "tpot_s")} for plan in plans)
+    assert fast == slow
+    assert fast["prompt_share"] > 0
+
+
 def test_mix_of_ranks_and_shared_form(trace: Path) -> None:
     mix = planned(trace, "--adapters", "8", "--lora-rank", "8=0.5", "--lora-rank", "64=0.5")
     assert mix["inputs"]["lora_ranks"] == [[8, 0.5], [64, 0.5]]
@@ -273,6 +289,8 @@ def test_mix_of_ranks_and_shared_form(trace: Path) -> None:
         (["--adapters", "8", "--lora-rank", "8=0.5"], "must sum to 1"),
         (["--adapters", "8", "--format", "xml"], "'xml' is not one of 'azure'"),
         (["--adapters", "8", "--peak", "--request-rate", "3"], "give it or --request-rate"),
+        (["--adapters", "8", "--global-batch", "9", "--peak"], "--global-batch is the load; leave"),
+        (["--adapters", "8", "--global-batch", "9", "--request-rate", "3"], "is the load; leave"),
         (["--adapters", "8", "--instance-gpus", "0"], "instance_gpus=0 must be"),
         (["--adapters", "8", "--load-margin", "-1"], "load_margin=-1.0"),
         (
