@@ -106,12 +106,12 @@ def _matrix(
 
 def check_enough(batches: Sequence[Batch | MeasuredStep], kernel: str, form: str, phase: str) -> None:
     """Raise ConfigError for fewer fitted batches than coefficients, and for none held out."""
-    num_coefficients = len(feature_names(kernel, form, phase))
-    held_out = sum(one.held_out for one in batches)
-    if len(batches) - held_out < num_coefficients or not held_out:
+    needed, held_out = len(feature_names(kernel, form, phase)), sum(one.held_out for one in batches)
+    fitted = len(batches) - held_out
+    if fitted < needed or not held_out:
         raise ConfigError(
-            f"{len(batches) - held_out} {phase} steps to fit {num_coefficients} coefficients to, and "
-            f"{held_out} held out to judge by; measure more batches or ranks"
+            f"{fitted} {phase} steps to fit {needed} coefficients to, and {held_out} held out to judge by; "
+            "measure more batches or ranks"
         )
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from itertools import takewhile
@@ -103,10 +103,9 @@ class PromptCount:
     def add(self, one: TraceRequest) -> None:
         """Count a request."""
         prompt, output = one.prompt_tokens, one.output_tokens
-        if self._stated is None:
-            hit = min(self._num_cached(one) * HASH_BLOCK_TOKENS, prompt - 1)
-        else:
-            hit = min(int(self._stated * prompt), prompt - 1)
+        stated = self._stated
+        cached = self._num_cached(one) * HASH_BLOCK_TOKENS if stated is None else int(stated * prompt)
+        hit = min(cached, prompt - 1)
         self._tokens += prompt
         self._outputs += output
         self._pairs += (prompt - hit) * (prompt + hit + 1)
@@ -137,14 +136,6 @@ class PromptCount:
             stated=self._stated is not None,
             longest=self._longest,
         )
-
-
-def prompt_load(requests: Iterable[TraceRequest], stated: float | None = None) -> PromptLoad:
-    """The prompts of a trace, as `PromptCount`."""
-    count = PromptCount(stated)
-    for one in requests:
-        count.add(one)
-    return count.load()
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,13 @@ class StageTimes:
         own = isinstance(profile, MeasuredProfile) and _is_same(profile.taken_at, self._sizes)
         self._own = profile.tables if isinstance(profile, MeasuredProfile) and own else {}
         if isinstance(profile, MeasuredProfile) and "base_us.attention" in self._own:
-            _check_context(profile, context_tokens)
+            there = profile.taken_at.context_tokens
+            if context_tokens > LONGER * there:
+                raise ConfigError(
+                    f"profile {profile.name!r} has times of attention over {there} tokens, and the load has "
+                    f"{context_tokens:.0f} on average, more than {LONGER:g} times as many; profile again "
+                    f"with --context-tokens {math.ceil(context_tokens)}"
+                )
         self._efficiency = self._resolve_efficiency()
 
     def server(self, ep: int, batch: float) -> ServerRound:
@@ -363,16 +369,6 @@ def _is_same(there: Sizes, here: Sizes) -> bool:
     """True if tables of `there` hold for `here`."""
     base = there.model_dump(exclude={"model", "lora_rank", "context_tokens"}, exclude_none=True)
     return all(getattr(here, name) == value for name, value in base.items())
-
-
-def _check_context(profile: MeasuredProfile, context_tokens: float) -> None:
-    there = profile.taken_at.context_tokens
-    if context_tokens > LONGER * there:
-        raise ConfigError(
-            f"profile {profile.name!r} has times of attention over {there} tokens, and the load has "
-            f"{context_tokens:.0f} on average, more than {LONGER:g} times as many; profile again with "
-            f"--context-tokens {math.ceil(context_tokens)}"
-        )
 
 
 def _at_degree(profile: MeasuredProfile, ep: int, stage: str, batch: float) -> float:

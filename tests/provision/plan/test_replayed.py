@@ -14,7 +14,7 @@ from moe_lora.core.partition import Layout
 from moe_lora.provision.plan import inputs as inputs_module
 from moe_lora.provision.plan.checked import place_of
 from moe_lora.provision.plan.cluster_size import Cluster
-from moe_lora.provision.plan.inputs import SizedCluster, prompt_load
+from moe_lora.provision.plan.inputs import SizedCluster
 from moe_lora.provision.plan.memory import AdapterMix
 from moe_lora.provision.plan.plan import make_plan
 from moe_lora.provision.plan.verify import (
@@ -30,7 +30,7 @@ from moe_lora.workload.replay_plan import PlannedRequest
 from moe_lora.workload.traces.records import Trace, TraceRequest
 from moe_lora.workload.traces.traces import read_trace
 
-from .plans import inputs, zipf
+from .plans import inputs, prompt_load, zipf
 
 FEW = 1500
 
