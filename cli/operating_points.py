@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _OVERLOAD_TTFTS = 3.0
 """A wait of this many SLO TTFTs stops a run."""
 
+_INTERRUPTED = "Ctrl-C stopped the search"
 _MACHINE = ("device", "dtype", "num_threads", "eager", *QUANTISATION)
 _ENGINE = ("lora_kernel", "max_num_seqs", "max_num_batched_tokens", *_MACHINE)
 """Engine settings with an option here."""
@@ -62,7 +63,7 @@ def operating_points(model_dir: str | None, out: str, **options: Any) -> None:
     """
     from moe_lora.report.results import check_targets, write_json
 
-    check_targets(out=out)
+    check_targets([options["performance_file"]], out=out)
     if (model_dir is None) == (options["performance_file"] is None):
         raise click.UsageError("give either MODEL_DIR or --simulate FILE")
     if model_dir is None:
@@ -72,10 +73,18 @@ def operating_points(model_dir: str | None, out: str, **options: Any) -> None:
     for rank, tokens_per_s in content["operating_points"].items():
         click.echo(f"rank {rank:>3}: {tokens_per_s:.1f} tokens/s ({content['kind']})")
     click.echo(f"operating points: {out}")
+    for rank, text in content["failed"].items():
+        click.echo(f"no point of rank {rank}: {text}", err=True)
+    if content["failed"]:
+        raise click.exceptions.Exit(130 if _INTERRUPTED in content["failed"].values() else 1)
 
 
 def found_points(model_dir: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """The file's content from a search of every rank."""
+    """The file's content from a search of every rank, until Ctrl-C; "failed": ranks without a point.
+
+    Raises SloError without any point.
+    """
+    from moe_lora.core.errors import MoeLoraError, SloError
     from moe_lora.provision.operating_points import PointLoad, SloGoal, find_operating_point, points_content
     from moe_lora.report.results import environment
 
@@ -86,20 +95,32 @@ def found_points(model_dir: str | None, options: dict[str, Any]) -> dict[str, An
         duration_s = 20 * slo.ttft_s + options["output_tokens"] * slo.tpot_s
     load = PointLoad(**{name: options[name] for name in names}, duration_s=duration_s)
     points: list[OperatingPoint] = []
+    failed: dict[str, str] = {}
     for rank in options["ranks"]:
-        with _runs(model_dir, rank, load, slo, options) as run:
-            point = find_operating_point(
-                _told(run, rank),
-                lora_rank=rank,
-                tokens_per_request=load.tokens_per_request,
-                start_per_s=points[-1].rate_per_s if points else options["start_per_s"],
-                tolerance=options["tolerance"],
-                repeats=options["repeats"],
-            )
-        points.append(point)
+        try:
+            with _runs(model_dir, rank, load, slo, options) as run:
+                point = find_operating_point(
+                    _told(run, rank),
+                    lora_rank=rank,
+                    tokens_per_request=load.tokens_per_request,
+                    start_per_s=points[-1].rate_per_s if points else options["start_per_s"],
+                    tolerance=options["tolerance"],
+                    repeats=options["repeats"],
+                )
+            points.append(point)
+        except (ValueError, OSError, RuntimeError, MoeLoraError) as error:
+            failed[str(rank)] = str(error)
+        except KeyboardInterrupt:
+            if not points:
+                raise
+            failed[str(rank)] = _INTERRUPTED
+            break
+    if not points:
+        raise SloError("; ".join(dict.fromkeys(failed.values())))
     settings = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
     kind = "measured" if options["performance_file"] is None else "simulated"
-    return points_content(points, kind=kind, slo=slo, load=load, settings=settings, env=environment())
+    content = points_content(points, kind=kind, slo=slo, load=load, settings=settings, env=environment())
+    return content | {"failed": failed}
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import click
@@ -136,6 +136,12 @@ def expand(args: Sequence[str], variadic: Sequence[str]) -> list[str]:
             expanded.append(name)
         expanded.append(word)
     return expanded
+
+
+def read_files(options: Mapping[str, Any]) -> list[str | None]:
+    """Options that may name a file to read."""
+    names = ("trace", "functions", "adapter_counts", "prompts", "hardware")
+    return [*map(options.get, names), (options["popularity"] or "").rpartition(":")[2]]
 
 
 def refuse_given(names: Container[str], reason: str) -> None:

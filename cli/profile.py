@@ -37,29 +37,38 @@ def profile(model_dir: str, out: str, max_batch: int, **options: Any) -> None:
     Each on one GPU (or, without any, on the CPU), not compiled, transfers through shared memory of this host.
     """
     from moe_lora.profiling.layer_times import LayerClock
-    from moe_lora.report.results import write_text
+    from moe_lora.report.results import check_targets, write_text
 
+    check_targets(out=out)
     machine = {name: options.pop(name) for name in ("device", "num_threads", "load_format", "num_layers")}
     config = EngineConfig(model_dir=model_dir, eager=True, **machine)
     batches = (*(batch for batch in _BATCHES if batch < max_batch), max_batch)
     clock = LayerClock(config, batches, **options)
-    content = _content(model_dir, batches, clock, clock.measure(), options)
+    memory_bytes = _memory_bytes(clock)
+    content = _content(config, batches, clock, clock.measure(), options)
+    content["gpu"] = {"memory_gib": memory_bytes / 2**30, **content["gpu"]}
     write_text(out, json.dumps(content, indent=1) + "\n")
     click.echo(f"profile: {out}")
 
 
 def _content(
-    model_dir: str, batches: tuple[int, ...], clock: LayerClock, times: LayerTimes, options: dict[str, Any]
+    config: EngineConfig,
+    batches: tuple[int, ...],
+    clock: LayerClock,
+    times: LayerTimes,
+    options: dict[str, Any],
 ) -> dict[str, Any]:
     """The profile file's fields."""
-    shape, name = clock.shape, Path(model_dir).resolve().name
-    sizes = ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_token")
+    shape, name = clock.shape, Path(config.model_dir).resolve().name
+    sizes = (
+        *("hidden_size", "intermediate_size", "num_experts", "num_experts_per_token"),
+        *("num_heads", "num_kv_heads", "head_dim"),
+    )
     return {
         "name": f"{name} on {clock.device.type}",
         "kind": "tables",
         "about": "measured on this machine by moe-lora profile: one layer, not compiled, one process",
         "gpu": {
-            "memory_gib": _memory_bytes(clock) / 2**30,
             "instance_memory_share": 0.9,
             "server_memory_share": 0.9,
             "load_bytes_per_s": times.load_bytes_per_s,
@@ -70,6 +79,8 @@ def _content(
             "lora_rank": options["lora_rank"],
             "instance_gpus": 1,
             "value_bytes": clock.dtype.itemsize,
+            "weights": config.weights_name(),
+            "context_tokens": options["context_tokens"],
         },
         "batches": list(batches),
         "server_us": {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +93,10 @@ def profile_steps(model_dir: str, out: str, force: bool, host_worker: bool, **op
     content = measured_models(model_dir, options)
     for line in summary_lines(content):
         click.echo(line)
-    if host_worker:
-        content["host"] = measured_host(model_dir, options, host_tokens)
     if not force:
         content["models"] = good_models(content["models"])
+    if host_worker:
+        content["host"] = measured_host(model_dir, options, host_tokens)
     write_json(out, content)
     if host_worker:
         errors = content["host"]["mean_errors"].items()
@@ -112,11 +113,13 @@ def measured_models(model_dir: str, options: dict[str, Any]) -> dict[str, Any]:
     from moe_lora.provision.performance_models import (
         adapter_names,
         batches_to_time,
+        check_enough,
         file_content,
         fit_model,
         measure,
     )
     from moe_lora.report.results import environment
+    from moe_lora.timing.step_model import PHASES
 
     batches = batches_to_time(
         options["ranks"],
@@ -126,6 +129,8 @@ def measured_models(model_dir: str, options: dict[str, Any]) -> dict[str, Any]:
         max_tokens=options["max_tokens"],
         seed=options["seed"],
     )
+    for kernel, form, phase in product(options["kernels"], PERFORMANCE_FORMS, PHASES):
+        check_enough(batches, kernel, form, phase)
     adapters = adapter_names(options["ranks"], options["num_adapters"])
     with contextlib.ExitStack() as stack:
         clocks = {}

@@ -14,7 +14,7 @@ from moe_lora.config.engine import QUANTISATION
 from moe_lora.config.plan import PlanGoals
 
 from .errors import input_errors
-from .options import FORMAT, POPULARITY, ZIPF, setting_options
+from .options import FORMAT, POPULARITY, ZIPF, read_files, setting_options
 
 _FILE = click.Path(exists=True, dir_okay=False)
 _OUT = click.Path(dir_okay=False)
@@ -100,13 +100,15 @@ def provision(**options: Any) -> None:
     from moe_lora.workload.traces.traces import read_trace
 
     from .provision_inputs import model_dir_of, plan_inputs
-    from .provision_result import plan_lines, verified
+    from .provision_result import plan_lines, replayed_share, verified
 
-    check_targets(out=options["out"], report=options["report"])
-    trace = read_trace(options["trace"], options["format"], limit=NUM_REQUESTS)
-    inputs = plan_inputs(options, trace)
+    check_targets(read_files(options), out=options["out"], report=options["report"])
+    inputs, load = plan_inputs(options)
+    for reason, count in load.dropped.items():
+        click.echo(f"{load.path}: {count} rows left out: {reason}", err=True)
+    trace = read_trace(options["trace"], options["format"], load.num_requests, NUM_REQUESTS)
     try:
-        plan = checked_plan(inputs, trace)
+        plan = replayed_share(checked_plan(inputs, trace), load.num_requests, NUM_REQUESTS)
     except SloError as error:
         raise click.ClickException(f"no plan holds this load: {error}") from error
     content, lines, missed = asdict(plan), plan_lines(plan), ""

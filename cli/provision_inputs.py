@@ -21,22 +21,18 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.core.weight_format import refuse_widths
 from moe_lora.families import shape_of
 from moe_lora.provision.device_profile import read_profile, with_rates
-from moe_lora.provision.plan.inputs import PlanInputs, prompt_load
+from moe_lora.provision.plan.inputs import PlanInputs, PromptCount
 from moe_lora.provision.plan.memory import AdapterMix, KnownModel, known_model
 from moe_lora.workload.popularity.named import USUAL_ZIPF, parse_popularity
 from moe_lora.workload.popularity.popularity import Popularity
 from moe_lora.workload.statistics import TraceStatistics, trace_statistics
-from moe_lora.workload.traces.records import Trace
 
 _HALF_TIME = 0.5
 _OF_TRACE = "the trace's adapters"
 
 
-def plan_inputs(options: dict[str, Any], trace: Trace) -> PlanInputs:
-    """Read popularity, model, profile and trace statistics.  Raises ValueError and click.UsageError.
-
-    trace: the replayed part.
-    """
+def plan_inputs(options: dict[str, Any]) -> tuple[PlanInputs, TraceStatistics]:
+    """Read popularity, model, profile and the trace's statistics.  Raises ValueError and click.UsageError."""
     model, shape, config, known = _model(options["model"])
     quantisation = {name: options[name] for name in QUANTISATION}
     EngineConfig(model_dir="", **quantisation)  # checks the settings
@@ -46,32 +42,33 @@ def plan_inputs(options: dict[str, Any], trace: Trace) -> PlanInputs:
             "use int8 or int4"
         )
     refuse_widths(shape, quantisation["quantize"], quantisation["quantize_group_size"])
-    load = trace_statistics(options["trace"], options["format"])
-    popularity, source = _popularity(options, load)
-    if source != _OF_TRACE:
-        trace = trace.without_adapters()
     goals = {name: options[name] for name in settings_of(PlanGoals)}
     PlanGoals(**goals)  # checks the settings
+    own = options["popularity"] is options["num_adapters"] is None
+    prompts = PromptCount(options["prefix_hit_share"], by_adapter=own)
+    load = trace_statistics(options["trace"], options["format"], each=prompts.add)
+    popularity, source = _popularity(options, load)
     instance_gpus, assumed = options["instance_gpus"], _assumed(options["assume"])
     if instance_gpus is None:
         instance_gpus = known.instance_gpus if known else 1
-    return PlanInputs(
+    inputs = PlanInputs(
         model=model,
         shape=shape,
         mix=_mix(options, popularity, known),
         weights=weight_format(config, **quantisation),
         profile=with_rates(read_profile(options["hardware"]), assumed),
         assumed=assumed,
-        prompts=prompt_load(trace.requests, options["prefix_hit_share"]),
+        prompts=prompts.load(),
         instance_gpus=instance_gpus,
         probabilities=np.asarray(popularity.probabilities),
         popularity_source=source,
-        **_of_trace(options, source == _OF_TRACE, load),
+        **_of_trace(options, own, load),
         output_tokens=load.output_tokens.mean,
         context_tokens=load.prompt_tokens.mean + load.output_tokens.mean,
         rate_per_s=_rate(options, load),
         **goals,
     )
+    return inputs, load
 
 
 def model_dir_of(model: str) -> str | None:
@@ -150,6 +147,11 @@ def _of_trace(options: dict[str, Any], named: bool, load: TraceStatistics) -> di
 
 
 def _rate(options: dict[str, Any], load: TraceStatistics) -> float | None:
+    """None beside --global-batch, which is the load."""
+    if options["global_batch"] is not None:
+        if options["peak"] or options["request_rate"] is not None:
+            raise click.UsageError("--global-batch is the load; leave --request-rate and --peak out")
+        return None
     if options["request_rate"] is not None:
         if options["peak"]:
             raise click.UsageError("--peak takes the rate from the trace; give it or --request-rate")

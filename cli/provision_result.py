@@ -7,7 +7,7 @@ The second simulator's latencies decide nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from moe_lora.provision.plan.verify import (
     replays,
     verdicts,
 )
+from moe_lora.workload.traces.traces import PARTS
 
 if TYPE_CHECKING:
     from moe_lora.provision.plan.two_simulators import Latencies
@@ -158,6 +159,14 @@ def _seconds(value: float | None, form: str) -> str:
 
 def _shown(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
+
+
+def replayed_share(plan: Plan, total: int, most: int) -> Plan:
+    """The plan, with its replayed part of the trace among the assumptions."""
+    if total <= most:
+        return plan
+    part = f"replays take at most {most} of the trace's {total} requests, in {PARTS} runs spread over it"
+    return replace(plan, assumptions=(*plan.assumptions, f"{part}; its means and longest request are of all"))
 
 
 def plan_lines(plan: Plan) -> list[str]:

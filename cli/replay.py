@@ -10,7 +10,7 @@ import click
 from moe_lora.config.plan import ARRIVALS, ReplayOptions, WorkloadOptions
 
 from .errors import user_errors
-from .options import FORMAT, POPULARITY, ZIPF, VariadicCommand, setting_options
+from .options import FORMAT, POPULARITY, ZIPF, VariadicCommand, read_files, setting_options
 
 _FILE = click.Path(exists=True, dir_okay=False)
 _OUT = click.Path(dir_okay=False)
@@ -83,6 +83,7 @@ def replay(**options: Any) -> None:
     from . import replay_run
 
     check_targets(
+        read_files(options),
         save_result=options["save_result"],
         append_result=options["append_result"],
         report=options["report_path"],

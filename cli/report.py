@@ -18,8 +18,10 @@ def report(runs: tuple[str, ...], out: str, title: str) -> None:
     from rich.console import Console
 
     from moe_lora.report.html import write_report
+    from moe_lora.report.results import check_targets
     from moe_lora.report.run_file import read_run, summary_table
 
+    check_targets(runs, out=out)
     found = [read_run(path) for path in runs]
     write_report(out, found, title)
     Console().print(summary_table(found))

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_lora.workload.popularity.popularity import Popularity, from_weights
-from moe_lora.workload.replay_plan import HASH_BLOCK_TOKENS, TurnRequest, gamma_arrivals_until
-from moe_lora.workload.traces.records import Trace
+from moe_lora.workload.replay_plan import TurnRequest, gamma_arrivals_until
+from moe_lora.workload.traces.records import HASH_BLOCK_TOKENS, Trace
 
 PILOT_DIALOGUES = 1000
 """Draws that estimate the turns of a dialogue under max_tokens."""

@@ -29,10 +29,10 @@ from moe_lora.provision.plan.checked import PlaceSearch, place_of, searched_load
 from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.compared import checked_plan
 from moe_lora.provision.plan.coupled_search import CoupledSearch
-from moe_lora.provision.plan.inputs import PlanInputs, SizedCluster, prompt_load
+from moe_lora.provision.plan.inputs import PlanInputs, PromptCount, SizedCluster
 from moe_lora.provision.plan.memory import KNOWN_MODELS
 from moe_lora.provision.plan.plan import Plan
-from moe_lora.provision.plan.verify import NUM_REQUESTS, OTHER_DRAWS, holds, planned_load, replays, verdicts
+from moe_lora.provision.plan.verify import OTHER_DRAWS, holds, planned_load, replays, verdicts
 from moe_lora.report.results import append_result
 from moe_lora.workload.statistics import trace_statistics
 from moe_lora.workload.traces.records import Trace
@@ -60,22 +60,22 @@ def cells() -> Iterator[dict[str, Any]]:
 
 def inputs_of(cell: dict[str, Any]) -> PlanInputs:
     """The cell as options of `moe-lora provision`."""
-    load = trace_statistics(TRACE, None)
-    prompts = prompt_load(read_trace(TRACE, limit=NUM_REQUESTS).requests)
+    prompts = PromptCount()
+    load = trace_statistics(TRACE, each=prompts.add)
     return model_inputs(
         cell["model"],
         probabilities=zipf(cell["num_adapters"], cell["zipf"]),
         output_tokens=load.output_tokens.mean,
         context_tokens=load.prompt_tokens.mean + load.output_tokens.mean,
         rate_per_s=float(cell["rate_per_s"]),
-        prompts=prompts,
+        prompts=prompts.load(),
         slo_ttft_s=PlanGoals().slo_ttft_s,
     )
 
 
 def measure(cell: dict[str, Any]) -> dict[str, Any]:
     """The plan, its check, and the fewest GPUs found to hold."""
-    inputs, trace = inputs_of(cell), read_trace(TRACE, limit=NUM_REQUESTS)
+    inputs, trace = inputs_of(cell), read_trace(TRACE)
     started = time.process_time()
     plan, refusal = _planned(lambda: checked_plan(inputs, trace))
     plan_s = time.process_time() - started

@@ -114,6 +114,12 @@ class Sizes(FileContent):
     instance_gpus: Count
     value_bytes: Count
     weights: str = "none"
+    num_heads: Count | None = None
+    num_kv_heads: Count | None = None
+    head_dim: Count | None = None
+    """None: not in the file."""
+    context_tokens: Count = 512
+    """KV of a row in the times of attention."""
 
     @property
     def row_inputs(self) -> float:

@@ -16,7 +16,6 @@ repeated weight reads, network, loads, goals.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_lora.core.shape import ModelShape
@@ -32,20 +31,27 @@ class Work:
     decode_pairs: float
 
 
-def work_of(lengths: Sequence[tuple[int, int, int]]) -> Work:
-    """Mean work of (prompt, prefix hit, output) tokens."""
-    computed = prompt_pairs = decode_pairs = 0
-    for prompt, hit, output in lengths:
+class WorkSum:
+    """Work of requests, one after the other."""
+
+    def __init__(self) -> None:
+        self._number = self._computed = self._prompt_pairs = self._decode_pairs = 0
+
+    def add(self, prompt: int, hit: int, output: int) -> None:
+        """Add a request of these tokens; hit: of its prefix."""
         own = prompt - hit
-        computed += own + output - 1
-        prompt_pairs += own * hit + own * (own + 1) // 2
-        decode_pairs += (output - 1) * prompt + (output - 1) * output // 2
-    number = len(lengths)
-    return Work(
-        computed_tokens=computed / number,
-        prompt_pairs=prompt_pairs / number,
-        decode_pairs=decode_pairs / number,
-    )
+        self._number += 1
+        self._computed += own + output - 1
+        self._prompt_pairs += own * hit + own * (own + 1) // 2
+        self._decode_pairs += (output - 1) * prompt + (output - 1) * output // 2
+
+    def mean(self) -> Work:
+        """Mean work."""
+        return Work(
+            computed_tokens=self._computed / self._number,
+            prompt_pairs=self._prompt_pairs / self._number,
+            decode_pairs=self._decode_pairs / self._number,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,12 @@ def fit_model(steps: Sequence[MeasuredStep], *, kernel: str, form: str, expert_s
         names = feature_names(kernel, form, phase)
         fitted = [step for step in steps if step.phase == phase and not step.held_out]
         held_out = [step for step in steps if step.phase == phase and step.held_out]
-        _check_enough(phase, len(names), fitted, held_out)
+        check_enough([*fitted, *held_out], kernel, form, phase)
+        bad = next((step for step in (*fitted, *held_out) if not 0 < step.seconds < float("inf")), None)
+        if bad is not None:
+            raise ConfigError(
+                f"a {phase} step of {len(bad.rows)} requests took {bad.seconds} s; measure again"
+            )
         values, times = _matrix(fitted, names, expert_share)
         found, _ = nnls(values / times[:, None], np.ones(len(times)))
         coefficients[phase] = {name: float(value) for name, value in zip(names, found, strict=True)}
@@ -99,17 +104,15 @@ def _matrix(
     return np.array(rows), np.array([step.seconds for step in steps])
 
 
-def _check_enough(
-    phase: str, num_coefficients: int, fitted: Sequence[MeasuredStep], held_out: Sequence[MeasuredStep]
-) -> None:
-    if len(fitted) < num_coefficients or not held_out:
+def check_enough(batches: Sequence[Batch | MeasuredStep], kernel: str, form: str, phase: str) -> None:
+    """Raise ConfigError for fewer fitted batches than coefficients, and for none held out."""
+    needed, held_out = len(feature_names(kernel, form, phase)), sum(one.held_out for one in batches)
+    fitted = len(batches) - held_out
+    if fitted < needed or not held_out:
         raise ConfigError(
-            f"{len(fitted)} {phase} steps to fit {num_coefficients} coefficients to, and {len(held_out)} "
-            "held out to judge by; measure more batches or ranks"
+            f"{fitted} {phase} steps to fit {needed} coefficients to, and {held_out} held out to judge by; "
+            "measure more batches or ranks"
         )
-    bad = next((step for step in (*fitted, *held_out) if not 0 < step.seconds < float("inf")), None)
-    if bad is not None:
-        raise ConfigError(f"a {phase} step of {len(bad.rows)} requests took {bad.seconds} s; measure again")
 
 
 FORMAT = "moe-lora performance models"

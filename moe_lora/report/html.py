@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from . import plots
@@ -208,7 +209,9 @@ def about(run: dict[str, Any]) -> str:
 
 
 def png(figure: Figure) -> str:
-    """The figure as base64 text."""
+    """The figure as base64 text; names of runs and adapters with dollar signs are no formulas."""
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return base64.b64encode(buffer.getvalue()).decode()

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -33,8 +34,12 @@ def read_json(path: str | Path) -> Any:
         raise ValueError(f"{path}: not JSON ({error})") from None
 
 
-def check_targets(**paths: str | Path | None) -> None:
-    """Raises ValueError with the option unless these files can all be written; makes missing folders."""
+def check_targets(inputs: Iterable[str | Path | None] = (), **paths: str | Path | None) -> None:
+    """Raises ValueError with the option unless these files can all be written; makes missing folders.
+
+    inputs: files to read; none may be written.
+    """
+    read = [Path(one) for one in inputs if one is not None]
     names: dict[Path, str] = {}
     for key, given in paths.items():
         if given is None:
@@ -50,6 +55,8 @@ def check_targets(**paths: str | Path | None) -> None:
                 raise ValueError(
                     f"--{name}={given}: there is no folder {path.parent} to write to; write elsewhere"
                 )
+        if path.is_file() and any(one.is_file() and one.samefile(path) for one in read):
+            raise ValueError(f"--{name}={given} is a file to read too; write to another")
         if path in names:
             raise ValueError(f"--{names[path]} and --{name} are the same file, {given}; give two")
         names[path] = name

@@ -16,7 +16,7 @@ from moe_lora.config.plan import WorkloadOptions
 
 from .popularity.popularity import Popularity
 from .traces.formats import estimate_tokens, json_lines
-from .traces.records import RowReader, Trace, TraceRequest, need, open_text
+from .traces.records import HASH_BLOCK_TOKENS, RowReader, Trace, TraceRequest, need, open_text
 
 FloatArray = NDArray[np.float64]
 
@@ -79,9 +79,6 @@ def busiest_stretch(arrivals_s: Sequence[float], duration_s: float) -> slice:
     ends = np.searchsorted(times, times + positive("duration_s", duration_s), side="left")
     first = int(np.argmax(ends - np.arange(len(times))))
     return slice(first, int(ends[first]))
-
-
-HASH_BLOCK_TOKENS = 512  # Mooncake: one hash id per 512-token block
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moe_lora.workload.popularity.popularity import Popularity, from_weights
 from moe_lora.workload.replay_plan import positive
-from moe_lora.workload.traces.records import RowReader
+from moe_lora.workload.traces.records import RowReader, TraceRequest
 from moe_lora.workload.traces.traces import detect_format, iter_requests
 
 WINDOW_S = 60.0
@@ -58,7 +58,9 @@ class TraceStatistics:
         return from_weights([name for name, _ in ranked], [count for _, count in ranked]) if ranked else None
 
 
-class _Lengths:
+class Lengths:
+    """Counts of lengths in bounded memory."""
+
     def __init__(self) -> None:
         self.total = 0
         self.max = 0
@@ -106,18 +108,24 @@ class _Window:
 
 
 def trace_statistics(
-    path: str | Path, format: str | None = None, *, window_s: float = WINDOW_S
+    path: str | Path,
+    format: str | None = None,
+    *,
+    window_s: float = WINDOW_S,
+    each: Callable[[TraceRequest], None] = lambda _: None,
 ) -> TraceStatistics:
-    """Read the trace once; memory grows with the number of adapters only.  Raises ValueError as
-    `iter_trace`.
+    """Read the trace once; memory grows with the number of adapters only.
+
+    each: called with every request.  Raises ValueError as `iter_trace`.
     """
     positive("window_s", window_s)
     name = format or detect_format(path)
     reader = RowReader(str(path))
-    prompts, outputs, window = _Lengths(), _Lengths(), _Window(window_s)
+    prompts, outputs, window = Lengths(), Lengths(), _Window(window_s)
     adapters: Counter[str] = Counter()
     num_requests, duration_s = 0, 0.0
     for num_requests, request in enumerate(iter_requests(reader, name), start=1):  # noqa: B007
+        each(request)
         prompts.add(request.prompt_tokens)
         outputs.add(request.output_tokens)
         window.add(duration_s := request.arrival_s)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -11,13 +12,15 @@ import pytest
 from click.testing import CliRunner
 
 from moe_lora import LLM, SamplingParams
+from moe_lora.cli import operating_points as command
+from moe_lora.cli import profile_steps
 from moe_lora.cli.main import main
 from moe_lora.cli.profile_steps import good_models
 from moe_lora.config import FrontEndConfig
-from moe_lora.core.errors import ConfigError
+from moe_lora.core.errors import ConfigError, SloError
 from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.host_workers.profile import read_host_times
-from moe_lora.provision.operating_points import read_operating_points
+from moe_lora.provision.operating_points import OperatingPoint, read_operating_points
 from moe_lora.provision.performance_models import read_step_model
 from tests.dist.cluster.fleet_parts import cluster_config
 
@@ -119,6 +122,37 @@ SLO = ("--slo-ttft-s", "1", "--slo-tpot-s", "1")
 
 
 @pytest.mark.parametrize(
+    ("end", "found", "status", "message"),
+    [
+        (SloError("rank 8: no rate holds"), {"4", "16"}, 1, "no point of rank 8: rank 8: no rate holds"),
+        (KeyboardInterrupt(), {"4"}, 130, "no point of rank 8: Ctrl-C stopped the search"),
+    ],
+)
+def test_found_points_are_written_though_a_rank_fails(
+    end: BaseException, found: set, status: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def search(*_: object, lora_rank: int, **more: object) -> OperatingPoint:
+        if lora_rank == 8:
+            raise end
+        numbers = dict.fromkeys(("rate_per_s", "fails_at_per_s", "tokens_per_s"), 2.0)
+        return OperatingPoint(lora_rank=lora_rank, trials=(), **numbers)
+
+    monkeypatch.setattr(command, "_runs", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("moe_lora.provision.operating_points.find_operating_point", search)
+    out = tmp_path / "points.json"
+    words = ["operating-points", "--simulate", __file__, "--ranks", "4,8,16", *SLO, "--out", str(out)]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == status
+    assert message in result.stderr
+    assert {str(rank) for rank in read_operating_points(out)} == found
+    out.unlink()
+    words[words.index("4,8,16")] = "8"
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code != 0
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["profile-steps", MODEL, "--ranks", "8,x"], "not a list of whole numbers, as 8,16,32"),
@@ -144,6 +178,34 @@ def test_bad_input_is_refused(words: list[str], message: str, tmp_path: Path) ->
     assert result.exit_code != 0
     assert message in result.output
     assert not (tmp_path / "out.json").exists()
+
+
+def no_engine(*arguments: object, **more: object) -> None:
+    raise AssertionError("an engine was built")
+
+
+def test_too_few_batches_are_refused_before_an_engine_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_lora.profiling.step_times.StepClock", no_engine)
+    words = ["profile-steps", MODEL, "--ranks", "16", "--batches", "1,2", "--mixed", "0"]
+    result = CliRunner().invoke(main, [*words, "--out", str(tmp_path / "out.json")])
+    assert result.exit_code == 1
+    assert "steps to fit 6 coefficients to" in result.output
+    assert "building an engine" not in result.output
+
+
+def test_bad_models_are_refused_before_host_workers_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = {"kernel": "sgmv", "form": "full", "quality": {}}
+    bad["quality"] = {"decode": {"r2_held_out": 0.1, "mean_error": 1.0, "num_held_out": 3}}
+    monkeypatch.setattr(profile_steps, "measured_models", lambda *_: {"models": [bad]})
+    monkeypatch.setattr(profile_steps, "measured_host", no_engine)
+    out = tmp_path / "out.json"
+    result = CliRunner().invoke(main, ["profile-steps", MODEL, "--host-worker", "--out", str(out)])
+    assert result.exit_code == 1
+    assert "less than 0.9, so nothing was written" in result.output
 
 
 def model_of(form: str, r2: float | None) -> dict:

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from moe_lora.cli.main import main
 from moe_lora.cli.profile import _micros
+from moe_lora.config import EngineConfig
 from moe_lora.provision.device_profile import MeasuredProfile, read_profile
 from moe_lora.provision.plan import verify
 from tests.provision.plan.conftest import shares_computed_once  # noqa: F401  (the fixture)
@@ -23,7 +24,7 @@ MODEL = str(ROOT / "demo" / "model")
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("profile") / "mine.json"
-    arguments = ["--max-batch", "6", "--num-adapters", "4", "--lora-rank", "8", "--context-tokens", "40"]
+    arguments = ["--max-batch", "6", "--num-adapters", "4", "--lora-rank", "8", "--context-tokens", "120"]
     result = CliRunner().invoke(main, ["profile", MODEL, "--out", str(path), "--threads", "1", *arguments])
     assert result.exit_code == 0, result.output
     return path
@@ -35,8 +36,32 @@ def test_written_profile_is_one_of_this_model(profile: Path) -> None:
     assert read.tables["base_us.experts"].batches == (1, 2, 4, 6)
     assert set(read.server_us) == {1, 2, 4, 8}
     assert "base_us.attention" in read.tables
-    assert read.taken_at.lora_rank == 8
+    assert (read.taken_at.lora_rank, read.taken_at.context_tokens) == (8, 120)
+    assert read.taken_at.num_heads is not None
     assert read.gpu.bytes_per_s is None
+
+
+def test_profile_of_a_quantised_checkpoint_names_its_format(tmp_path: Path) -> None:
+    model, out = tmp_path / "int8", tmp_path / "profile.json"
+    sizes = ["--max-batch", "2", "--num-adapters", "2", "--lora-rank", "4", "--context-tokens", "8"]
+    for words in (["quantize", MODEL, str(model)], ["profile", str(model), "--out", str(out), *sizes]):
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == 0, result.output
+    read = read_profile(out)
+    assert isinstance(read, MeasuredProfile)
+    assert read.taken_at.weights == EngineConfig(model_dir=str(model)).weights_name() != "none"
+
+
+def test_a_file_that_cant_be_written_is_refused_before_an_engine_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[object] = []
+    monkeypatch.setattr("moe_lora.profiling.layer_times.LayerClock", lambda *_, **__: built.append(1))
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(main, ["profile", MODEL, "--out", str(tmp_path / "file" / "x.json")])
+    assert result.exit_code == 1
+    assert "there is no folder" in result.output
+    assert not built
 
 
 def test_a_faster_larger_batch_lowers_the_smaller_ones() -> None:

@@ -18,8 +18,9 @@ from moe_lora.cli.main import main
 from moe_lora.cli.options import FORMATS as OPTION_FORMATS
 from moe_lora.config.cluster import read_cluster
 from moe_lora.provision.admission.iar import expected_active
-from moe_lora.provision.plan import two_simulators
+from moe_lora.provision.plan import compared, two_simulators
 from moe_lora.provision.plan import verify as replayed
+from moe_lora.provision.plan.verify import planned_load
 from moe_lora.workload.popularity.named import long_tail, production_ranks, shifting_ranks
 from moe_lora.workload.popularity.popularity import zipf
 from moe_lora.workload.traces.traces import FORMATS, read_trace
@@ -144,6 +145,37 @@ def test_popularity_comes_from_the_trace_unless_given(tmp_path: Path) -> None:
     assert planned(trace, "--popularity", str(counts))["inputs"]["num_adapters"] == 2
 
 
+def test_all_rows_of_a_trace_count_and_replays_take_runs_of_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = []
+    monkeypatch.setattr(compared, "checked_plan", lambda inputs, trace: parts.append((inputs, trace)))
+    lengths = [100] * 2 * FEW + [4000] * 2 * FEW
+    rows = [{"prompt_tokens": length, "output_tokens": length // 100} for length in lengths]
+    run(write_trace(tmp_path / "trace.jsonl", rows), "--adapters", "2")
+    [(inputs, trace)] = parts
+    assert (inputs.prompts.prompt_tokens, inputs.prompts.longest) == (2050, 4040)
+    assert inputs.prompts.output_tokens == inputs.output_tokens == 20.5
+    replayed_lengths = [one.prompt_tokens for one in trace.requests]
+    assert replayed_lengths.count(100) == replayed_lengths.count(4000) >= FEW // 2
+    checked = planned_load(inputs, 1.0, trace, num_requests=FEW // 2).requests["poisson"]
+    assert [one.prompt_tokens for one in checked].count(4000) >= FEW // 4 - 5
+
+
+def test_rows_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    rows = [{"output_tokens": 0 if index % 4 == 0 else 200} for index in range(20)]
+    result = run(write_trace(tmp_path / "trace.jsonl", rows), "--adapters", "2", "--json")
+    assert "trace.jsonl: 5 rows left out: no output tokens (failed request)" in result.stderr
+    assert json.loads(result.stdout)["total_gpus"] > 0
+
+
+def test_a_plan_says_that_replays_take_a_part_of_the_trace(trace: Path, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{} for _ in range(FEW + 1)]
+    said = f"- replays take at most {FEW} of the trace's {FEW + 1} requests, in 12 runs"
+    assert said in run(write_trace(tmp_path / "long.jsonl", rows), "--adapters", "2").stdout
+    assert "replays take" not in run(trace, "--adapters", "2").stdout
+
+
 def test_prefixes_are_by_adapter_only_where_the_plan_is_for_the_traces(tmp_path: Path) -> None:
     rows = [{"adapter": f"a{i}", "hash_ids": [0], "prompt_tokens": 1024} for i in range(8)]
     trace = write_trace(tmp_path / "named.jsonl", rows)
@@ -215,6 +247,22 @@ def test_rate_of_the_trace_is_the_default_and_can_be_replaced(trace: Path) -> No
     assert planned(trace, "--adapters", "8", "--peak")["inputs"]["rate_per_s"] >= 10
 
 
+def test_a_global_batch_is_the_load_whatever_the_traces_rate(tmp_path: Path) -> None:
+    plans = [
+        planned(
+            write_trace(tmp_path / f"{gap_s}.jsonl", [{"arrival_s": i * gap_s} for i in range(100)]),
+            *("--adapters", "8", "--global-batch", "30"),
+        )
+        for gap_s in (0.001, 1.0)
+    ]
+    for plan in plans:
+        assert plan["rate_per_s"] == pytest.approx(30 / (200 * plan["tpot_s"]))
+        assert plan["inputs"]["rate_per_s"] is None
+    fast, slow = ({name: plan[name] for name in ("total_gpus", "prompt_share", "tpot_s")} for plan in plans)
+    assert fast == slow
+    assert fast["prompt_share"] > 0
+
+
 def test_mix_of_ranks_and_shared_form(trace: Path) -> None:
     mix = planned(trace, "--adapters", "8", "--lora-rank", "8=0.5", "--lora-rank", "64=0.5")
     assert mix["inputs"]["lora_ranks"] == [[8, 0.5], [64, 0.5]]
@@ -241,6 +289,8 @@ def test_mix_of_ranks_and_shared_form(trace: Path) -> None:
         (["--adapters", "8", "--lora-rank", "8=0.5"], "must sum to 1"),
         (["--adapters", "8", "--format", "xml"], "'xml' is not one of 'azure'"),
         (["--adapters", "8", "--peak", "--request-rate", "3"], "give it or --request-rate"),
+        (["--adapters", "8", "--global-batch", "9", "--peak"], "--global-batch is the load; leave"),
+        (["--adapters", "8", "--global-batch", "9", "--request-rate", "3"], "is the load; leave"),
         (["--adapters", "8", "--instance-gpus", "0"], "instance_gpus=0 must be"),
         (["--adapters", "8", "--load-margin", "-1"], "load_margin=-1.0"),
         (
@@ -270,6 +320,7 @@ def test_what_can_not_be_is_refused_with_status_2(trace: Path, arguments: list[s
     ("arguments", "message"),
     [
         (["--slo-tpot-s", "0.001"], "alone take"),
+        (["--gpus", "1"], "--gpus 1 is less than an instance's --instance-gpus 2; give more --gpus"),
         (["--gpus", "2", "--request-rate", "80"], "Nor does a LoRA Server: --gpus 2: no split"),
         (["--slo-ttft-s", "0.01"], "which take the base model alone"),
     ],

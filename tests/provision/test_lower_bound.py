@@ -10,7 +10,7 @@ import pytest
 
 from moe_lora.core.shape import ModelShape
 from moe_lora.provision import lower_bound as module
-from moe_lora.provision.lower_bound import Work, lower_bound, work_of
+from moe_lora.provision.lower_bound import Work, WorkSum, lower_bound
 
 SHAPE = ModelShape(
     family="mixtral",
@@ -40,6 +40,13 @@ def bound(work: Work, **changes):
         "memory_bytes": 1e4,
     }
     return lower_bound(SHAPE, work, **given | changes)
+
+
+def work_of(lengths: list[tuple[int, int, int]]) -> Work:
+    total = WorkSum()
+    for one in lengths:
+        total.add(*one)
+    return total.mean()
 
 
 def test_work_is_that_of_tokens_and_of_what_they_attend_to() -> None:

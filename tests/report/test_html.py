@@ -19,7 +19,7 @@ from moe_lora.report.run_file import read_run, run_result, summary_table, withou
 from tests.grids import with_quick
 
 
-def make_run(label: str, num_requests: int = 12, failed: int = 1) -> dict:
+def make_run(label: str, num_requests: int = 12, failed: int = 1, adapters: str = "adapter-") -> dict:
     records = []
     for index in range(num_requests):
         start = index * 0.1
@@ -30,7 +30,7 @@ def make_run(label: str, num_requests: int = 12, failed: int = 1) -> dict:
             num_output_tokens=3,
             decode_ttft_ms=20.0,
         )
-        adapter = f"adapter-{index % 3}" if index % 4 else None
+        adapter = f"{adapters}{index % 3}" if index % 4 else None
         shared = {"adapter": adapter, "arrival_s": start, "sent_s": start, "input_tokens": 5}
         records.append(
             RequestRecord(**shared, error="HTTP 503: <b>busy</b>")
@@ -95,6 +95,12 @@ def test_text_from_outside_is_escaped(no_pictures: None) -> None:
 @pytest.mark.parametrize("run", [make_run("all failed", failed=12), make_run("nothing", num_requests=0)])
 def test_page_is_made_even_if_nothing_was_completed(run: dict) -> None:
     assert "All numbers" in render([run], "t")
+
+
+def test_dollar_signs_in_names_are_no_formulas(tmp_path: Path) -> None:
+    runs = [make_run(f"$\\frac$ {name}", adapters="$^_$ ") for name in ("a", "b")]
+    write_report(tmp_path / "r.html", runs, "Load test")
+    assert (tmp_path / "r.html").read_text().count("data:image/png") == 4
 
 
 def test_report_without_runs_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from moe_lora.cli.main import main
 from moe_lora.report import append_result, environment, read_results, write_json
 from moe_lora.report.results import check_targets, git_state, write_text
 
@@ -76,6 +78,38 @@ def test_targets_that_cant_be_written_are_refused_by_option(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
     check_targets(out=tmp_path / "a" / "b" / "x")
     assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_no_file_that_is_read_is_written(tmp_path: Path) -> None:
+    read = tmp_path / "read"
+    read.write_text("before")
+    (tmp_path / "link").symlink_to(read)
+    (tmp_path / "hard").hardlink_to(read)
+    for name in ("read", "link", "hard", "../" + tmp_path.name + "/read"):
+        with pytest.raises(ValueError, match=r"--out=.* is a file to read too; write to another"):
+            check_targets([None, "no such file", read], out=tmp_path / name)
+    check_targets([read, "/dev/null"], out=tmp_path / "new", report="/dev/null")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("report", "FILE", "--out", "FILE"),
+        ("operating-points", "--simulate", "FILE", "--out", "FILE", "--slo-ttft-s", "1", "--slo-tpot-s", "1"),
+        ("provision", "--trace", "FILE", "--model", "DBRX", "--out", "FILE"),
+        ("provision", "--trace", __file__, "--model", "DBRX", "--hardware", "FILE", "--report", "FILE"),
+        ("provision", "--trace", __file__, "--model", "DBRX", "--popularity", "trace:FILE", "--out", "FILE"),
+        ("replay", "--trace", "FILE", "--append-result", "FILE"),
+        ("replay", "--trace", __file__, "--prompts", "FILE", "--save-result", "FILE"),
+    ],
+)
+def test_commands_refuse_to_write_a_file_that_they_read(words: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("before")
+    result = CliRunner().invoke(main, [word.replace("FILE", str(file)) for word in words])
+    assert result.exit_code != 0
+    assert "is a file to read too" in result.output
+    assert file.read_text() == "before"
 
 
 def test_a_file_in_a_folder_without_the_right_to_write_is_refused_and_a_device_not(

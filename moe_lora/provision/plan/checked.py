@@ -207,7 +207,14 @@ def checked_server_plan(inputs: PlanInputs, loads: Loads) -> Plan:
             raise
         refusal, rate_per_s = str(refused), inputs.rate_per_s * (1 + inputs.load_margin)
     cluster = Cluster(inputs)
-    search = PlaceSearch(cluster, lambda _: loads.searched(rate_per_s))
+
+    def loads_of(place: SizedCluster) -> Iterable[PlannedLoad]:
+        if inputs.global_batch is None or place.layout is None:
+            return loads.searched(rate_per_s)
+        tokens_per_s = cluster.tokens_at(place.layout, place.num_instances, inputs.global_batch)
+        return loads.searched(tokens_per_s / inputs.output_tokens)
+
+    search = PlaceSearch(cluster, loads_of)
     place = smallest_place(search, modelled, refusal)
     if modelled is None or place != place_of(modelled):
         modelled = replaced(cluster, place, modelled)

@@ -67,11 +67,20 @@ class Coupled:
 
     def prompt_share(self, num_instances: int) -> float:
         """The load's prompts, over an instance's time in full steps."""
-        inputs, cluster = self._inputs, self._cluster
-        if inputs.prompts is None or inputs.rate_per_s is None:
+        prompts = self._inputs.prompts
+        if prompts is None:
             return 0.0
-        rate_per_s = inputs.rate_per_s * (1 + cluster.margin) / num_instances
-        return rate_per_s * inputs.prompts.computed_tokens * cluster.token_s(None)
+        rate_per_s = self.rate_per_s(num_instances) / num_instances
+        return rate_per_s * prompts.computed_tokens * self._cluster.token_s(None)
+
+    def rate_per_s(self, num_instances: int) -> float:
+        """Planned requests per second: given, with the margin, or of the global batch."""
+        inputs = self._inputs
+        if inputs.global_batch is not None:
+            step_s = self.tpot_s(inputs.global_batch / num_instances)
+            return inputs.global_batch / (inputs.output_tokens * step_s)
+        assert inputs.rate_per_s is not None
+        return inputs.rate_per_s * (1 + self._cluster.margin)
 
     def prompts_share(self, num_instances: int, step_tokens: int = 0) -> float:
         """Of the time of instances with prompts."""

@@ -36,7 +36,6 @@ class CoupledSearch:
     ) -> None:
         self.cluster, self._coupled = cluster, coupled or Coupled(cluster)
         self._loads_of = loads_of
-        self._loads: Sequence[PlannedLoad] = ()
         self._found: dict[SizedCluster, list[Replay]] = {}
         self._held: dict[int, SizedCluster | None] = {}
 
@@ -45,7 +44,10 @@ class CoupledSearch:
         inputs = self.cluster.inputs
         number = inputs.instances
         if inputs.gpus is not None:
-            number = max(1, inputs.gpus // inputs.instance_gpus)
+            number = inputs.gpus // inputs.instance_gpus
+        if number == 0:
+            few = f"--gpus {inputs.gpus} is less than an instance's --instance-gpus {inputs.instance_gpus}"
+            raise SloError(f"{few}; give more --gpus")
         if number is not None:
             found = self.holding(number)
             if found is None:
@@ -56,9 +58,7 @@ class CoupledSearch:
     def replayed(self, place: SizedCluster) -> list[Replay]:
         """Replays of the last load, or of the first missed."""
         if place not in self._found:
-            if not self._loads:
-                self._loads = self._loads_of(self._rate_per_s(place.num_instances))
-            for load in self._loads:
+            for load in self._loads_of(self._coupled.rate_per_s(place.num_instances)):
                 self._found[place] = replays(self.cluster, place, load, to_the_end=False)
                 if not holds(self.cluster.inputs, self._found[place]):
                     break
@@ -89,14 +89,6 @@ class CoupledSearch:
 
     def _nearness(self, num_instances: int) -> float:
         return min(map(self._coupled.nearness, self._coupled.places(num_instances)), default=math.inf)
-
-    def _rate_per_s(self, num_instances: int) -> float:
-        inputs = self.cluster.inputs
-        if inputs.global_batch is not None:
-            step_s = self._coupled.tpot_s(inputs.global_batch / num_instances)
-            return inputs.global_batch / (inputs.output_tokens * step_s)
-        assert inputs.rate_per_s is not None
-        return inputs.rate_per_s * (1 + inputs.load_margin)
 
     def holding(self, num_instances: int) -> SizedCluster | None:
         """A split of this number of instances with all goals met."""

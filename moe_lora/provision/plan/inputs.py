@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from itertools import takewhile
@@ -22,10 +21,10 @@ from moe_lora.core.shape import ModelShape
 from moe_lora.core.shard import ModelShard
 from moe_lora.core.weight_format import UNQUANTISED, WeightFormat
 from moe_lora.provision.device_profile import Profile
-from moe_lora.provision.lower_bound import Work, work_of
+from moe_lora.provision.lower_bound import Work, WorkSum
 from moe_lora.provision.replayed.system_config import BlockHits, PrefixHits, StatedHits
-from moe_lora.workload.replay_plan import HASH_BLOCK_TOKENS
-from moe_lora.workload.traces.records import TraceRequest
+from moe_lora.workload.statistics import Lengths
+from moe_lora.workload.traces.records import HASH_BLOCK_TOKENS, TraceRequest
 
 from .memory import BLOCK_TOKENS, AdapterMix, base_bytes, shard_of
 from .stages import PromptsPerRow
@@ -37,6 +36,8 @@ _FROM_TRACE = {
 }
 CHUNK_TOKENS = 512
 """Prompt tokens of a step; a prompt reads its adapter once a step."""
+MOST_BLOCKS = 1 << 20
+"""Remembered blocks of prompts; at most twice as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,39 +86,56 @@ class PromptLoad:
         return partial(BlockHits, HASH_BLOCK_TOKENS) if self.hit_share else None
 
 
-def prompt_load(requests: Sequence[TraceRequest], stated: float | None = None) -> PromptLoad:
-    """The prompts of a trace.
+class PromptCount:
+    """Counts a trace's prompts, request by request, in bounded memory.
 
-    stated: share of prompt tokens in computed prefixes; None: by block hashes.
+    stated: share of prompt tokens in computed prefixes; None: by hashes of the latest MOST_BLOCKS or more.
+    by_adapter: prefixes are of one adapter.
     """
-    if stated is None:
-        hits = _block_hits(requests)
-    else:
-        hits = [min(int(stated * one.prompt_tokens), one.prompt_tokens - 1) for one in requests]
-    lengths = [(one.prompt_tokens, hit, one.output_tokens) for one, hit in zip(requests, hits, strict=True)]
-    computed = sorted(prompt - hit for prompt, hit, _ in lengths)
-    tokens, number = sum(one.prompt_tokens for one in requests), len(requests)
-    return PromptLoad(
-        prompt_tokens=tokens / number,
-        hit_share=sum(hits) / tokens,
-        p95_computed=computed[math.ceil(0.95 * number) - 1],
-        output_tokens=sum(one.output_tokens for one in requests) / number,
-        work=work_of(lengths),
-        computed_pairs=sum((prompt - hit) * (prompt + hit + 1) / 2 for prompt, hit, _ in lengths) / number,
-        stated=stated is not None,
-        longest=max(one.prompt_tokens + one.output_tokens for one in requests),
-    )
 
+    def __init__(self, stated: float | None = None, *, by_adapter: bool = True) -> None:
+        self._stated, self._by_adapter = stated, by_adapter
+        self._tokens = self._outputs = self._pairs = self._longest = 0
+        self._computed, self._work = Lengths(), WorkSum()
+        self._blocks: set[tuple[str | None, int]] = set()
+        self._older = self._blocks
 
-def _block_hits(requests: Sequence[TraceRequest]) -> list[int]:
-    seen: defaultdict[str | None, set[int]] = defaultdict(set)
-    hits = []
-    for one in requests:
-        cached = seen[one.adapter]
-        blocks = sum(1 for _ in takewhile(cached.__contains__, one.hash_ids))
-        hits.append(min(blocks * HASH_BLOCK_TOKENS, one.prompt_tokens - 1))
-        cached.update(one.hash_ids)
-    return hits
+    def add(self, one: TraceRequest) -> None:
+        """Count a request."""
+        prompt, output = one.prompt_tokens, one.output_tokens
+        stated = self._stated
+        cached = self._num_cached(one) * HASH_BLOCK_TOKENS if stated is None else int(stated * prompt)
+        hit = min(cached, prompt - 1)
+        self._tokens += prompt
+        self._outputs += output
+        self._pairs += (prompt - hit) * (prompt + hit + 1)
+        self._longest = max(self._longest, prompt + output)
+        self._computed.add(prompt - hit)
+        self._work.add(prompt, hit, output)
+
+    def _num_cached(self, one: TraceRequest) -> int:
+        adapter = one.adapter if self._by_adapter else None
+        keys = [(adapter, block) for block in one.hash_ids]
+        found = sum(1 for _ in takewhile(lambda key: key in self._blocks or key in self._older, keys))
+        self._blocks.update(keys)
+        if len(self._blocks) > MOST_BLOCKS:
+            self._blocks, self._older = set(), self._blocks
+        return found
+
+    def load(self) -> PromptLoad:
+        """Of the counted prompts; one at least."""
+        computed = self._computed.statistics()
+        number = self._computed.counts.total()
+        return PromptLoad(
+            prompt_tokens=self._tokens / number,
+            hit_share=(self._tokens - self._computed.total) / self._tokens,
+            p95_computed=computed.p95,
+            output_tokens=self._outputs / number,
+            work=self._work.mean(),
+            computed_pairs=self._pairs / 2 / number,
+            stated=self._stated is not None,
+            longest=self._longest,
+        )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +30,8 @@ from moe_lora.provision.replayed.system_config import StepRows
 from .memory import shard_of
 
 US = 1e-6
+LONGER = 1.25
+"""Tables of attention hold up to this multiple of their context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,9 @@ def sizes_of(shape: ModelShape, lora_rank: float, instance_gpus: int, weights: s
         instance_gpus=instance_gpus,
         value_bytes=shape.dtype_bytes,
         weights=weights,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
     )
 
 
@@ -101,7 +105,8 @@ class StageTimes:
     """Times of a layer on a profile's device, in seconds.  Scaling: docs/reference/profiles.md.
 
     lora_rank: mean over requests.  context_tokens: mean KV per decode row.  Methods with a batch time a mean
-    step, prompts included.  Raises ConfigError if the profile has no rates and is of another model or format.
+    step, prompts included.  Raises ConfigError if the profile has no rates and is of another model or format,
+    and for a context of more than LONGER times that of its attention.
     """
 
     def __init__(
@@ -118,8 +123,16 @@ class StageTimes:
         self.prompts = NO_PROMPTS
         self._sizes = sizes_of(shape, lora_rank, instance_gpus, weights.name)
         self._context_tokens, self._probabilities = context_tokens, probabilities
-        own = isinstance(profile, MeasuredProfile) and _base(profile.taken_at) == _base(self._sizes)
+        own = isinstance(profile, MeasuredProfile) and _is_same(profile.taken_at, self._sizes)
         self._own = profile.tables if isinstance(profile, MeasuredProfile) and own else {}
+        if isinstance(profile, MeasuredProfile) and "base_us.attention" in self._own:
+            there = profile.taken_at.context_tokens
+            if context_tokens > LONGER * there:
+                raise ConfigError(
+                    f"profile {profile.name!r} has times of attention over {there} tokens, and the load has "
+                    f"{context_tokens:.0f} on average, more than {LONGER:g} times as many; profile again "
+                    f"with --context-tokens {math.ceil(context_tokens)}"
+                )
         self._efficiency = self._resolve_efficiency()
 
     def server(self, ep: int, batch: float) -> ServerRound:
@@ -352,8 +365,10 @@ def table_efficiency(profile: MeasuredProfile, bytes_per_s: float, flop_per_s: f
     )
 
 
-def _base(sizes: Sizes) -> dict[str, Any]:
-    return sizes.model_dump(exclude={"model", "lora_rank"})
+def _is_same(there: Sizes, here: Sizes) -> bool:
+    """True if tables of `there` hold for `here`."""
+    base = there.model_dump(exclude={"model", "lora_rank", "context_tokens"}, exclude_none=True)
+    return all(getattr(here, name) == value for name, value in base.items())
 
 
 def _at_degree(profile: MeasuredProfile, ep: int, stage: str, batch: float) -> float:

@@ -28,9 +28,9 @@ from moe_lora.sim.replicas import Replicas, ReplicasConfig
 from moe_lora.sim.requests import CachedRequest, StepCounts
 from moe_lora.timing.host_times import LinkTime
 from moe_lora.timing.step_model import TransformerTime
-from moe_lora.workload.replay_plan import HASH_BLOCK_TOKENS, PlannedRequest, TurnRequest
+from moe_lora.workload.replay_plan import PlannedRequest, TurnRequest
 from moe_lora.workload.statistics import mean, percentile
-from moe_lora.workload.traces.records import Trace
+from moe_lora.workload.traces.records import HASH_BLOCK_TOKENS, Trace
 
 from . import verify
 from .cluster_size import Cluster

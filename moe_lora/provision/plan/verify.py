@@ -27,6 +27,7 @@ from moe_lora.provision.replayed.system_config import (
 from moe_lora.workload.popularity.popularity import Popularity
 from moe_lora.workload.replay_plan import PlannedRequest, make_plan
 from moe_lora.workload.traces.records import Trace, TraceRequest
+from moe_lora.workload.traces.traces import spread
 
 from .cluster_size import Cluster
 from .coupled import Apart, Coupled, sizing_of
@@ -93,7 +94,8 @@ def planned_load(
     Adapters come from the trace if the popularity does, else from a draw.
     """
     num_requests = NUM_REQUESTS if num_requests is None else num_requests
-    trace = replace(trace, requests=trace.requests[:num_requests])
+    total = len(trace.requests)
+    trace = replace(trace, requests=tuple(spread(trace.requests, total, num_requests)))
     if inputs.adapters_are_traces:
         popularity = None
         counts = Counter(one.adapter for one in trace.requests if one.adapter is not None)

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from .records import Requests, RowReader, open_text
+from .records import HASH_BLOCK_TOKENS, Requests, RowReader, open_text
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
@@ -203,21 +203,33 @@ def _need(row: dict[str, Any], key: str, reader: RowReader) -> Any:
     return row[key]
 
 
-def _hash_ids(row: dict[str, Any], reader: RowReader) -> tuple[int, ...]:
+def _hash_ids(row: dict[str, Any], num_tokens: int, reader: RowReader) -> tuple[int, ...]:
     ids = row.get("hash_ids", [])
     if not isinstance(ids, list) or not all(type(item) is int and item >= 0 for item in ids):
         raise reader.error("hash_ids", f"{ids!r:.60}", "a list of whole numbers >= 0")
+    most = -(-num_tokens // HASH_BLOCK_TOKENS)
+    if len(ids) > most:
+        allowed = f"{most} at most, one a block of {HASH_BLOCK_TOKENS} tokens"
+        raise reader.error("hash_ids", f"{len(ids)} blocks of {num_tokens} tokens", allowed)
     return tuple(ids)
 
 
 def iter_mooncake(lines: TextIO, reader: RowReader) -> Requests:
-    """{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]} a line."""
+    """{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]} a line.
+
+    Refuses the layout of Qwen-Bailian traces, with equal keys in other units.
+    """
     for row in json_lines(lines, reader):
+        if "chat_id" in row:
+            other = "a Qwen-Bailian trace, with seconds and blocks of 16 tokens"
+            way_out = 'milliseconds and blocks of 512 tokens, without "chat_id"; or write the format own'
+            raise reader.error("chat_id", other, way_out)
+        tokens = reader.count("input_length", _need(row, "input_length", reader))
         yield reader.request(
             reader.time("timestamp", _need(row, "timestamp", reader), "milliseconds") / 1e3,
-            reader.count("input_length", _need(row, "input_length", reader)),
+            tokens,
             reader.count("output_length", _need(row, "output_length", reader)),
-            hash_ids=_hash_ids(row, reader),
+            hash_ids=_hash_ids(row, tokens, reader),
         )
 
 
@@ -241,13 +253,16 @@ def iter_own(lines: TextIO, reader: RowReader) -> Requests:
         length = row.get("prompt_tokens")
         if length is None and prompt is not None:
             length = estimate_tokens(prompt)
+        tokens = reader.count(
+            "prompt_tokens", _need(row, "prompt_tokens", reader) if length is None else length
+        )
         yield reader.request(
             reader.time("arrival_s", _need(row, "arrival_s", reader), "seconds"),
-            reader.count("prompt_tokens", _need(row, "prompt_tokens", reader) if length is None else length),
+            tokens,
             reader.count("output_tokens", _need(row, "output_tokens", reader)),
             adapter=_text(row, "adapter", reader),
             prompt=prompt,
-            hash_ids=_hash_ids(row, reader),
+            hash_ids=_hash_ids(row, tokens, reader),
         )
 
 

@@ -13,6 +13,8 @@ from typing import Any, TextIO, TypeAlias
 
 from moe_lora.config.settings import MAX_COUNT
 
+HASH_BLOCK_TOKENS = 512
+"""Mooncake: one hash id per 512-token block."""
 _COUNT_ALLOWED = f"a whole number >= 0 and <= {MAX_COUNT}"
 
 

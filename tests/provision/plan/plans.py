@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.provision import plan_cases
-from moe_lora.provision.plan.inputs import PlanInputs
+from moe_lora.provision.plan.inputs import PlanInputs, PromptCount, PromptLoad
 from moe_lora.provision.plan.plan import Plan, make_plan
+from moe_lora.workload.traces.records import TraceRequest
 
 
 def zipf(num_adapters: int = 24, s: float = 1.2) -> NDArray[np.float64]:
@@ -33,3 +35,11 @@ def inputs(model: str = "Mixtral-8x7B", **changes: Any) -> PlanInputs:
 def planned(model: str = "Mixtral-8x7B", num_adapters: int = 24, **changes: Any) -> Plan:
     """The plan of `inputs`, made once for all tests; changes: values that can be compared."""
     return make_plan(inputs(model, probabilities=zipf(num_adapters), **changes))
+
+
+def prompt_load(requests: Iterable[TraceRequest], stated: float | None = None) -> PromptLoad:
+    """The prompts of these requests."""
+    count = PromptCount(stated)
+    for one in requests:
+        count.add(one)
+    return count.load()

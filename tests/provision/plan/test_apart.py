@@ -19,12 +19,12 @@ from moe_lora.provision.plan import compared, verify
 from moe_lora.provision.plan.checked import Loads, place_of, searched_loads
 from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.compared import checked_plan, with_apart
-from moe_lora.provision.plan.coupled import Apart, LargerSteps
+from moe_lora.provision.plan.coupled import Apart, Coupled, LargerSteps
 from moe_lora.provision.plan.coupled_search import CoupledSearch, coupled_plan
 from moe_lora.provision.plan.inputs import PlanInputs, SizedCluster
 from moe_lora.provision.plan.memory import miss_share
 from moe_lora.provision.plan.plan import Plan
-from moe_lora.provision.plan.verify import Replay, system_of
+from moe_lora.provision.plan.verify import PlannedLoad, Replay, planned_load, system_of
 from moe_lora.workload.traces.records import Trace, TraceRequest
 
 from .plans import zipf
@@ -190,6 +190,20 @@ def test_a_burst_of_prompts_gets_more_instances() -> None:
     place = search.holding(16)
     assert place is not None
     assert place.prefill_instances > math.ceil(Apart(cluster).prompts_share(1) / 0.95) + 2
+
+
+def test_each_number_of_instances_has_the_rate_of_a_global_batch() -> None:
+    cluster, rates = Cluster(given(global_batch=30)), []
+
+    def loads_of(rate_per_s: float) -> list[PlannedLoad]:
+        rates.append(rate_per_s)
+        return [planned_load(cluster.inputs, rate_per_s, LONG, num_requests=20)]
+
+    search = CoupledSearch(cluster, loads_of)
+    for number in (2, 4):
+        search.replayed(SizedCluster(None, number, 1))
+    assert rates == [Coupled(cluster).rate_per_s(number) for number in (2, 4)]
+    assert rates[0] < rates[1]
 
 
 def test_a_division_of_more_than_64_instances_is_found_by_the_models() -> None:

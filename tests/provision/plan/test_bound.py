@@ -18,11 +18,11 @@ from moe_lora.provision.device_profile import MeasuredProfile, read_profile, wit
 from moe_lora.provision.plan import evidence, verify
 from moe_lora.provision.plan.compared import checked_plan
 from moe_lora.provision.plan.coupled_search import CoupledSearch
-from moe_lora.provision.plan.inputs import PlanInputs, prompt_load
+from moe_lora.provision.plan.inputs import PlanInputs
 from moe_lora.provision.plan.plan import make_plan
 from moe_lora.workload.traces.records import Trace, TraceRequest
 
-from .plans import inputs, zipf
+from .plans import inputs, prompt_load, zipf
 
 PROFILES = {
     "hopper96": read_profile("hopper96"),

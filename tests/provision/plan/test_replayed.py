@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from moe_lora.core.partition import Layout
+from moe_lora.provision.plan import inputs as inputs_module
 from moe_lora.provision.plan.checked import place_of
 from moe_lora.provision.plan.cluster_size import Cluster
-from moe_lora.provision.plan.inputs import SizedCluster, prompt_load
+from moe_lora.provision.plan.inputs import SizedCluster
 from moe_lora.provision.plan.memory import AdapterMix
 from moe_lora.provision.plan.plan import make_plan
 from moe_lora.provision.plan.verify import (
@@ -29,7 +30,7 @@ from moe_lora.workload.replay_plan import PlannedRequest
 from moe_lora.workload.traces.records import Trace, TraceRequest
 from moe_lora.workload.traces.traces import read_trace
 
-from .plans import inputs, zipf
+from .plans import inputs, prompt_load, zipf
 
 FEW = 1500
 
@@ -185,7 +186,7 @@ def shared_prompt(tmp_path: Path) -> Trace:
     """Two turns of 100 conversations behind one system prompt; each turn ends inside a block."""
     path = tmp_path / "shared.jsonl"
     rows = [
-        {"arrival_s": i, "prompt_tokens": 1000, "output_tokens": 9, "hash_ids": ids}
+        {"arrival_s": i, "prompt_tokens": 1100, "output_tokens": 9, "hash_ids": ids}
         for i, ids in enumerate([[0, 3 * n, 3 * n + 1] for n in range(1, 101)])
     ]
     rows += [row | {"arrival_s": 100 + i, "hash_ids": [0, 3 * i + 3, 999 + i]} for i, row in enumerate(rows)]
@@ -244,3 +245,11 @@ def test_prefix_hits_are_of_one_adapter(tmp_path: Path) -> None:
     each = [replace(one, adapter=f"a{i}") for i, one in enumerate(requests)]
     assert prompt_load(requests).hit_share > 0
     assert prompt_load(each).hit_share == 0
+
+
+def test_remembered_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs_module, "MOST_BLOCKS", 8)
+    again = TraceRequest(0.0, 1024, 1, hash_ids=(0, 1))
+    others = [TraceRequest(0.0, 1024, 1, hash_ids=(2 + 2 * i, 3 + 2 * i)) for i in range(20)]
+    assert prompt_load([again, *others[:3], again]).hit_share == pytest.approx(1023 / (5 * 1024))
+    assert prompt_load([again, *others, again]).hit_share == 0

@@ -91,6 +91,7 @@ def test_quantised_weights_are_read_at_the_rate_of_unquantised_ones() -> None:
 
 def test_profile_without_rates_holds_for_its_own_model_only(tmp_path: Path) -> None:
     content = changed("base_us.attention", [100, 150])
+    content["taken_at"]["context_tokens"] = 900
     del content["gpu"]["bytes_per_s"], content["gpu"]["flop_per_s"]
     path = written(tmp_path, content)
     assert times(profile=path).attention_s(128) == pytest.approx(100e-6)
@@ -99,6 +100,31 @@ def test_profile_without_rates_holds_for_its_own_model_only(tmp_path: Path) -> N
     known, int8 = known_model("Mixtral-8x7B"), weight_format({}, "int8")
     with pytest.raises(ConfigError, match="format of its weights than 'int8', and names no bytes_per_s"):
         StageTimes(read_profile(path), known.shape, 64, known.instance_gpus, 900.0, zipf(), int8)
+
+
+@pytest.mark.parametrize(("context", "allowed"), [(720, True), (719, False), (None, False)])
+def test_tables_of_attention_hold_near_their_context(
+    tmp_path: Path, context: int | None, allowed: bool
+) -> None:
+    content = changed("base_us.attention", [100, 150])
+    if context is not None:
+        content["taken_at"]["context_tokens"] = context
+    path = written(tmp_path, content)
+    if allowed:
+        assert times(profile=path).attention_s(128) == pytest.approx(100e-6)
+        return
+    said = f"times of attention over {context or 512} tokens, and the load has 900 on average"
+    with pytest.raises(ConfigError, match=f"{said}.*profile again with --context-tokens 900"):
+        times(profile=path)
+
+
+@pytest.mark.parametrize("name", ["num_heads", "num_kv_heads", "head_dim"])
+def test_a_model_of_other_heads_is_another_model(tmp_path: Path, name: str) -> None:
+    content = changed("base_us.attention", [100, 150])
+    content["taken_at"] |= {"context_tokens": 900, name: getattr(MIXTRAL.shape, name)}
+    assert times(profile=written(tmp_path, content)).attention_s(128) == pytest.approx(100e-6)
+    content["taken_at"][name] *= 2
+    assert times(profile=written(tmp_path, content)).attention_s(128) != pytest.approx(100e-6)
 
 
 @pytest.mark.parametrize("model", [known.name for known in KNOWN_MODELS])

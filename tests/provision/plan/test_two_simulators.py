@@ -12,14 +12,14 @@ import pytest
 
 from moe_lora.core.partition import Layout
 from moe_lora.provision.plan import two_simulators, verify
-from moe_lora.provision.plan.inputs import PlanInputs, SizedCluster, prompt_load
+from moe_lora.provision.plan.inputs import PlanInputs, SizedCluster
 from moe_lora.provision.plan.two_simulators import FAST, REAL, Latencies, both, num_replayed
 from moe_lora.workload.replay_plan import HASH_BLOCK_TOKENS
 from moe_lora.workload.traces.records import Trace
 from moe_lora.workload.traces.traces import read_trace
 from tests.grids import with_quick
 
-from .plans import inputs, zipf
+from .plans import inputs, prompt_load, zipf
 
 RATE_PER_S = 20.0
 COUPLED = SizedCluster(None, 3, slots=36)

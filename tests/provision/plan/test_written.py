@@ -23,11 +23,11 @@ from moe_lora.kernels.operands import KvLayout, kv_layout
 from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.coupled import Coupled
 from moe_lora.provision.plan.coupled_search import coupled_plan
-from moe_lora.provision.plan.inputs import PlanInputs, prompt_load
+from moe_lora.provision.plan.inputs import PlanInputs
 from moe_lora.provision.plan.memory import KNOWN_MODELS, AdapterMix
 from moe_lora.provision.plan.plan import Plan, make_plan
 
-from .plans import inputs
+from .plans import inputs, prompt_load
 from .test_bound import load_inputs, trace_of
 
 TRACE = trace_of([(2000, 30), (500, 60)])

@@ -180,7 +180,41 @@ def test_vllm_rows_without_a_length_get_vllms_default(tmp_path: Path) -> None:
 def test_reader_is_a_stream(tmp_path: Path) -> None:
     path = write(tmp_path, AZURE + "\r\nnonsense")
     assert next(iter_trace(path)).prompt_tokens == 4808
-    assert len(read_trace(path, limit=1).requests) == 1
+
+
+QWEN_BAILIAN = (
+    '{"chat_id": 1, "parent_chat_id": -1, "timestamp": 0.061, "input_length": 40, "output_length": 9, '
+    '"type": "text", "turn": 1, "hash_ids": [1, 2, 3]}\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (QWEN_BAILIAN, "column 'chat_id': a Qwen-Bailian trace, with seconds and blocks of 16 tokens"),
+        (
+            QWEN_BAILIAN.replace("chat_id", "c"),
+            "3 blocks of 40 tokens; allowed: 1 at most, one a block of 512",
+        ),
+        (
+            OWN + '{"arrival_s": 2, "prompt_tokens": 512, "output_tokens": 1, "hash_ids": [1, 2]}',
+            "2 blocks of",
+        ),
+    ],
+)
+def test_blocks_of_other_sizes_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_trace(write(tmp_path, text))
+
+
+def test_a_part_of_a_trace_is_runs_of_all_of_it(tmp_path: Path) -> None:
+    rows = [json.dumps({"arrival_s": i, "prompt_tokens": 1 + i, "output_tokens": 1}) for i in range(2400)]
+    path = write(tmp_path, "\n".join(rows))
+    part = read_trace(path, None, 2400, 120).requests
+    assert [one.prompt_tokens - 1 for one in part] == [200 * run + i for run in range(12) for i in range(10)]
+    assert [one.arrival_s for one in part] == [float(i) for i in range(120)]
+    assert read_trace(path, None, 2400, 2400) == read_trace(path)
+    assert len(read_trace(path, None, 2400, 5).requests) > 0
 
 
 def test_stream_counts_what_it_drops(tmp_path: Path) -> None:
