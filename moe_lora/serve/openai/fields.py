@@ -47,6 +47,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
         (
             "audio",
             "custom_logit_processor",
+            "enable_thinking",
             "guided_decoding_backend",
             "guided_whitespace_pattern",
             "input_embeds",
@@ -62,6 +63,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
             "sampling_params",
             "structural_tag",
             "task",
+            "thinking",
+            "thinking_budget",
             "web_search_options",
         ),
         (None,),
@@ -70,6 +73,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
         (
             "continue_final_message",
             "include_stop_str_in_output",
+            "json_mode",
             "no_stop_trim",
             "return_cached_tokens_details",
             "return_hidden_states",
@@ -88,7 +92,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             "max_repetition_pattern_size",
+            "min_length",
             "min_repetition_pattern_size",
+            "no_repeat_ngram_size",
             "repetition_min_count",
             "routed_experts_prompt_start",
             "routed_experts_start_len",
@@ -97,25 +103,38 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
         ),
         (None, 0),
     ),
-    "length_penalty": (None, 1),
+    **dict.fromkeys(("length_penalty", "num_beams", "typical_p"), (None, 1)),
     **dict.fromkeys(
         ("include_reasoning", "skip_special_tokens", "spaces_between_special_tokens", "stream_reasoning"),
         (None, True),
     ),
-    **dict.fromkeys(("chat_template", "prompt_embeds", "stop_regex", "suffix"), (None, "")),
     **dict.fromkeys(
-        ("documents", "functions", "logits_processors", "models", "token_ids_logprob", "tools"), (None, [])
+        ("chat_template", "format", "grammar", "prompt_embeds", "stop_regex", "suffix"), (None, "")
+    ),
+    **dict.fromkeys(
+        (
+            "documents",
+            "functions",
+            "logits_processors",
+            "models",
+            "stop_sequences",
+            "token_ids_logprob",
+            "tools",
+        ),
+        (None, []),
     ),
     **dict.fromkeys(
         (
             "custom_params",
             "ec_transfer_params",
             "extra_body",
+            "guided_decoding",
             "images_config",
             "kv_transfer_params",
             "media_io_kwargs",
             "mm_processor_kwargs",
             "reasoning",
+            "response_schema",
             "session_params",
             "vllm_xargs",
         ),
@@ -129,6 +148,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (None, "medium"),
 }
 """Other servers' fields with an effect, and neutral values."""
+INSTEAD = {
+    **dict.fromkeys(("enable_thinking", "thinking"), "chat_template_kwargs.enable_thinking"),
+    **dict.fromkeys(("format", "json_mode", "response_schema"), "response_format"),
+    "grammar": "structured_outputs.grammar",
+    "guided_decoding": "structured_outputs",
+    "min_length": "min_tokens",
+    "num_beams": "use_beam_search",
+    "stop_sequences": "stop",
+    "thinking_budget": "thinking_token_budget",
+}
+"""A chat's fields with the effect of other servers' fields."""
 NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "function_call"), (None,)),
     **dict.fromkeys(("reasoning", "reasoning_content", "refusal", "tool_call_id"), (None, "")),
@@ -154,7 +184,8 @@ def drop_neutral(
         elif name in neutral:
             if not _is_neutral(value, neutral[name]):
                 choices = " or ".join(json.dumps(allowed) for allowed in neutral[name])
-                raise FieldError(name, f"{name} is not supported; leave it out, or send {choices}")
+                here = f"; chats have {INSTEAD[name]}" if name in INSTEAD else ""
+                raise FieldError(name, f"{name} is not supported; leave it out, or send {choices}{here}")
         elif name not in IGNORED and name != LORA_PATH:
             kept[name] = value
     return kept
