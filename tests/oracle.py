@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from moe_lora.families import shape_of
+
 from .families import load_model, targets_as_given
 
 MIN_MARGIN = 1e-4
@@ -166,7 +168,7 @@ class _GateMargins:
 
     def __init__(self, model: Any) -> None:
         self.smallest = float("inf")
-        config = model.config
+        self._config = config = model.config
         ffn = getattr(config, "ffn_config", None)
         text = config.get_text_config()
         top_k = getattr(text, "num_experts_per_tok", 0) or getattr(text, "top_k_experts", 0)
@@ -181,11 +183,17 @@ class _GateMargins:
         scores = output[0] if isinstance(output, tuple) else output
         if type(module).__name__ == "Gemma4TextRouter":
             scores = scores.log()
+        if scores.shape[-1] == self.top_k == _num_experts(self._config):
+            return  # all experts are chosen
         assert scores.shape[-1] > self.top_k, "these are not scores of all experts"
         corrected = [(scores.sigmoid() + args[1], self.top_k)] if len(args) > 1 else None
         for ranked, num_chosen in corrected or _decisions(module, scores.float(), self.top_k):
             top = ranked.topk(num_chosen + 1, dim=-1).values
             self.smallest = min(self.smallest, float((top[..., -2] - top[..., -1]).min()))
+
+
+def _num_experts(config: Any) -> int:
+    return shape_of({**config.to_dict(), "dtype": "float32"}).num_experts
 
 
 def _decisions(gate: Any, logits: torch.Tensor, top_k: int) -> Iterator[tuple[torch.Tensor, int]]:

@@ -281,6 +281,7 @@ _DTYPES = {
         for size in (1, 2, 4, 8)
     },
     **{"BOOL": ("bool", 1), "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1)},
+    "F8_E8M0": ("float8_e8m0fnu", 1),
 }
 
 

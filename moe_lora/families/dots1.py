@@ -7,16 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from .schema.config_json import ConfigJson
-from .schema.family import QK_NORMS, SIZES, TENSORS, Family, linear_mlp, windows_by_type
+from .schema.family import QK_NORMS, SIZES, TENSORS, Family, linear_mlp, windows_after
 from .schema.routed import CORRECTION, ROUTED_SIZES, corrected_gate, leading_dense
 
 
 def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
-    default = 0 if config.states("sliding_window") else 4096
-    window = config.size("sliding_window", default=default, least=0)
-    num_full = min(config.size("max_window_layers", default=62, least=0), num_layers)
-    kinds = ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
-    return windows_by_type(config, window, kinds)
+    return windows_after(config, num_layers, 62)
 
 
 def _layers(config: ConfigJson) -> Mapping[str, Any]:

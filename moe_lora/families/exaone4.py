@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from .schema.config_json import ConfigJson
-from .schema.family import DENSE_MLP, OUTPUT_NORMS, QK_NORMS, Family, windows_by_step
+from .schema.family import DENSE_MLP, OUTPUT_NORMS, QK_NORMS, Family, stated_window, windows_by_step
 
 
 def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
-    default = 0 if config.states("sliding_window") else 4096
-    if not (window := config.size("sliding_window", default=default, least=0)):
+    if not (window := stated_window(config)):
         return (0,) * num_layers
     listed = config.get("layer_types", default=None) is not None
     step = 1 if listed else config.size("sliding_window_pattern", default=4)

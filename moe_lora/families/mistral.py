@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from .schema.config_json import ConfigJson
-from .schema.family import DENSE_MLP, Family, one_window
+from .schema.family import DENSE_MLP, Family, stated_window
 
 
 def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
     kinds = config.get("layer_types", default=[])
     if not isinstance(kinds, list) or len({str(kind) for kind in kinds}) > 1:
         raise config.refusal("layer_types", kinds, "is not supported; all layers have one kind of attention")
-    return one_window(config, num_layers) if config.states("sliding_window") else (4096,) * num_layers
+    return (stated_window(config),) * num_layers
 
 
 FAMILY = Family(

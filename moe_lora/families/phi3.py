@@ -8,6 +8,7 @@ from .schema.family import Family, Place, one_window, rope_types
 MLP = (Place(path="mlp.gate_up_proj", site="gate_up"), Place(path="mlp.down_proj", site="down"))
 FAMILY = Family(
     title="Phi-3",
+    defaults={"original_max_position_embeddings": 4096},
     fused_qkv=True,
     fused_gate_up=True,
     supported=rope_types("default", "longrope", "su"),

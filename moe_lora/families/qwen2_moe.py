@@ -13,6 +13,7 @@ from .schema.family import (
     SIZES,
     Family,
     linear_mlp,
+    stated_window,
     stepped_experts,
     windows_by_type,
 )
@@ -33,7 +34,7 @@ def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
         "full_attention" if layer % 2 or layer >= first else "sliding_attention"
         for layer in range(num_layers)
     ]
-    return windows_by_type(config, config.size("sliding_window", default=4096), kinds)
+    return windows_by_type(config, stated_window(config), kinds)
 
 
 FAMILY = Family(

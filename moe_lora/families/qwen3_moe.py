@@ -13,7 +13,7 @@ from .schema.family import (
     SIZES,
     TENSORS,
     Family,
-    one_window,
+    stated_window,
 )
 
 
@@ -26,9 +26,7 @@ def _layers(config: ConfigJson) -> Mapping[str, Any]:
 
 
 def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
-    if not config.flag("use_sliding_window"):
-        return (0,) * num_layers
-    return one_window(config, num_layers) if config.states("sliding_window") else (4096,) * num_layers
+    return (stated_window(config) if config.flag("use_sliding_window") else 0,) * num_layers
 
 
 FAMILY = Family(

@@ -98,9 +98,11 @@ class StoredWeight:
                 raise ValueError(
                     f"its {name}s are {list(tensor.shape)} where {list(size)} belong to {self.shape}"
                 )
-        if self.scale.dtype == torch.uint8:
+        if self.form.name == "mxfp4":
             if bool((self.scale == 255).any()):
                 raise ValueError("a scale is not a number (E8M0 255)")
+        elif not self.scale.is_floating_point():
+            raise ValueError(f"its scales are {self.scale.dtype}, which have no known meaning, not floats")
         elif not bool((self.scale.float().isfinite() & (self.scale.float() >= 0)).all()):
             raise ValueError("a scale is negative or not finite")
 
@@ -154,9 +156,10 @@ def _fp8(section: Mapping[str, Any]) -> Scheme:
     Inputs stay in the model's dtype: a static activation_scale has no effect.
     """
     block: Any = section.get("weight_block_size")
+    is_e8m0 = section.get("scale_fmt") == "ue8m0"
 
     def of_tensor(name: str, tensors: Container[str]) -> Reader:
-        return (name, f"{name}_scale_inv"), functools.partial(_of_floats, None)
+        return (name, f"{name}_scale_inv"), functools.partial(_of_floats, None, is_e8m0=is_e8m0)
 
     def present(name: str, tensors: Container[str]) -> bool:
         return f"{name}_scale_inv" in tensors
@@ -167,18 +170,8 @@ def _fp8(section: Mapping[str, Any]) -> Scheme:
         raise _refusal(f"quant_method='fp8' and activation_scheme={section['activation_scheme']!r}")
     if section.get("fmt", "e4m3") != "e4m3" or not _are_sizes(block, 2):
         raise _refusal(f"quant_method='fp8', fmt={section.get('fmt')!r} and weight_block_size={block!r}")
-    form = format_of("fp8", block[1], block[0])
-
-    def make(weight: torch.Tensor, scale: torch.Tensor) -> StoredWeight:
-        if weight.dtype != torch.float8_e4m3fn:
-            raise ValueError(f"it is {weight.dtype}, not float8_e4m3fn")
-        return StoredWeight(form, _matrix(weight), lambda rows: weight[rows], scale.float())
-
-    return Scheme(
-        "fp8",
-        present,
-        lambda name, tensors: ((name, f"{name}_scale_inv"), make),
-    )
+    make = functools.partial(_of_floats, format_of("fp8", block[1], block[0]), is_e8m0=is_e8m0)
+    return Scheme("fp8", present, lambda name, tensors: ((name, f"{name}_scale_inv"), make))
 
 
 def _compressed_tensors(section: Mapping[str, Any]) -> Scheme:
@@ -187,6 +180,7 @@ def _compressed_tensors(section: Mapping[str, Any]) -> Scheme:
     float-quantized: X.weight, weight_scale.
     """
     groups = section.get("config_groups") or {}
+    _refuse_transforms((section.get("transform_config") or {}).get("config_groups") or {})
     kinds = {
         _compressed_group(group.get("format") or section.get("format"), group, name)
         for name, group in groups.items()
@@ -211,6 +205,15 @@ def _compressed_tensors(section: Mapping[str, Any]) -> Scheme:
         return tuple(keys), functools.partial(_unpacked, bits, group_size)
 
     return Scheme("compressed-tensors", lambda name, tensors: f"{name}_packed" in tensors, read)
+
+
+def _refuse_transforms(groups: Mapping[str, Any]) -> None:
+    """Transforms of weights are in the weights; others change activations of each step."""
+    for name, transform in groups.items():
+        for one in transform.get("apply") or ():
+            if one.get("location") not in ("weight_input", "weight_output"):
+                what = f"a transform of location={one.get('location')!r} ({name})"
+                raise _refusal(f"quant_method='compressed-tensors' and {what}")
 
 
 def _compressed_group(
@@ -251,15 +254,21 @@ def _compressed_group(
     return floats, bits, group_size if strategy == "group" else 0, None if strategy == "tensor" else 1
 
 
-def _of_floats(form: Format | None, weight: torch.Tensor, scale: torch.Tensor) -> StoredWeight:
+def _of_floats(
+    form: Format | None, weight: torch.Tensor, scale: torch.Tensor, is_e8m0: bool = False
+) -> StoredWeight:
+    """is_e8m0: scales of bytes are exponents, 127 for 1 (OCP Microscaling Formats v1.0)."""
     if weight.dtype != torch.float8_e4m3fn:
         raise ValueError(f"it is {weight.dtype}, not float8_e4m3fn")
+    if is_e8m0 and scale.dtype == torch.uint8:
+        scale = scale.view(torch.float8_e8m0fnu)
     shape = _matrix(weight)
     if form is None:
         if scale.numel() != 1:
             raise ValueError(f"its scales are {list(scale.shape)} where one belongs to the whole tensor")
         form, scale = format_of("fp8"), scale.reshape(1, 1).expand(shape[0], 1)
-    return StoredWeight(form, shape, lambda rows: weight[rows], scale.float())
+    scale = scale.float() if scale.is_floating_point() else scale
+    return StoredWeight(form, shape, lambda rows: weight[rows], scale)
 
 
 def _unpacked(

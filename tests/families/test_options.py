@@ -13,6 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2VLConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from moe_lora.core.errors import ConfigError
@@ -141,6 +142,22 @@ VARIANTS = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
     "phi-3-longrope-and-window": ("phi3", {"rope_parameters": PHI_3_ROPE, "sliding_window": 8, **PHI_3}),
+    **{
+        f"{family}-window-of-null": (
+            family,
+            {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1},
+        )
+        for family in ("qwen2", "qwen3", "qwen3_moe")
+    },
+    "phi-3-longrope-of-4096": ("phi3", {"rope_parameters": PHI_3_ROPE, "head_dim": 8}),
+    "phi-3-longrope-without-a-context": (
+        "phi3",
+        {
+            "rope_parameters": {k: v for k, v in PHI_3_ROPE.items() if not k.startswith("original")},
+            "max_position_embeddings": 8192,
+            "head_dim": 8,
+        },
+    ),
     "gpt-oss-without-biases": ("gpt_oss", {"attention_bias": False}),
     "gpt-oss-layer-types": ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}),
     "gpt-oss-tight-limit": ("gpt_oss", {"swiglu_limit": 0.5}),
@@ -332,7 +349,6 @@ REFUSED = [
     ),
     ("mistral", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types="),
     ("mistral", {"sliding_window": 2.5}, "sliding_window=2.5"),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": None}, "no sliding_window"),
     ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor=None"),
     ("llama", {"is_causal": False}, "is_causal=False"),
     ("llama", {"sliding_window": 8}, "sliding_window=8"),
@@ -421,7 +437,6 @@ REFUSED = [
     ("mixtral", {"sliding_window": "all"}, "sliding_window='all'"),
     ("mixtral", {"sliding_window": -4}, "sliding_window=-4"),
     ("qwen3_moe", {"norm_topk_prob": None, "use_sliding_window": 3}, "use_sliding_window=3"),
-    ("qwen3", {"use_sliding_window": True, "sliding_window": None}, "no sliding_window"),
     ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": 5}, "layer_types=5"),
     ("gpt_oss", {"layer_types": [["full_attention"], 3]}, "layer_types"),
     ("gpt_oss", {"swiglu_limit": -7.0}, "swiglu_limit=-7.0"),
@@ -698,6 +713,44 @@ def test_window_of_mistral_is_4096_unless_stated():
     del config["sliding_window"]
     assert model_spec(config).window == (4096, 4096)
     assert model_spec(config | {"sliding_window": None}).window == (0, 0)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "dots1"])
+def test_a_window_of_null_is_none_and_without_the_key_4096(family):
+    config = config_of(family, use_sliding_window=True, max_window_layers=1)
+    for name in ("layer_types", "sliding_window"):
+        config.pop(name, None)
+    assert 4096 in model_spec(config).window
+    assert set(model_spec(config | {"sliding_window": None}).window) == {0}
+
+
+@pytest.mark.parametrize("stated", [None, 64, 4096])
+@pytest.mark.parametrize(
+    ("family", "inside"),
+    [
+        ("phi3", False),
+        ("phi3", True),
+        ("phimoe", True),  # outside, transformers ignores it, with equal factors
+    ],
+)
+def test_longrope_has_the_original_context_of_transformers(family, inside, stated):
+    rope = {k: v for k, v in PHI_MOE_ROPE.items() if family == "phimoe" or "mscale" not in k}
+    del rope["original_max_position_embeddings"], rope["rope_type"]
+    config = {**config_of(family), "rope_theta": 1e4, "max_position_embeddings": 8192, "head_dim": 8}
+    for name in ("rope_parameters", "original_max_position_embeddings"):
+        config.pop(name, None)
+    (rope if inside else config)["original_max_position_embeddings"] = stated
+    config["rope_scaling"] = {key: value for key, value in rope.items() if value is not None} | {
+        "type": "longrope"
+    }
+    config = {key: value for key, value in config.items() if value is not None}
+    theirs = type(tiny_config(family)).from_dict(copy.deepcopy(config))
+    found = model_spec(config)
+    frequencies, factor = ROPE_INIT_FUNCTIONS["longrope"](theirs)  # completes rope_parameters
+    assert found.shape.max_position == theirs.rope_parameters["original_max_position_embeddings"]
+    assert found.rope.inverse_frequencies == pytest.approx(frequencies.tolist())
+    if family == "phi3":
+        assert found.rope.attention_factor == pytest.approx(factor)
 
 
 @pytest.mark.parametrize("kind", ["longrope", "su"])

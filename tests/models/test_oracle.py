@@ -6,7 +6,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.families import ALL_FAMILIES, FAMILIES, RECURRENT_FAMILIES, make_adapter, make_checkpoint
+from moe_lora.families import shape_of
+from tests.families import (
+    ALL_FAMILIES,
+    FAMILIES,
+    RECURRENT_FAMILIES,
+    make_adapter,
+    make_checkpoint,
+    tiny_config,
+)
 from tests.grids import with_quick
 from tests.oracle import reference_logits
 
@@ -64,6 +72,26 @@ def test_chunked_prefill_beside_decodes_gives_the_same_logits(family, served):
         for i, logits in zip(members, harness.step(batch, num_padding=2), strict=True):
             found[i].append(logits)
     assert_logits(model, slots, prompts, [torch.cat(parts) for parts in found])
+
+
+EVERY_EXPERT = {
+    "mixtral": "num_experts_per_tok",
+    "qwen3_next": "num_experts_per_tok",
+    "gemma4": "top_k_experts",
+    "olmoe": "num_experts_per_tok",
+    "minimax_m2": "num_experts_per_tok",
+}
+
+
+@pytest.mark.parametrize("family", with_quick(tuple(EVERY_EXPERT), ("qwen3_next", "gemma4")))
+def test_tokens_of_all_experts_with_an_adapter_of_odd_rank_equal_peft(family, tmp_path):
+    num_experts = shape_of(tiny_config(family).to_dict()).num_experts
+    model_dir = make_checkpoint(family, tmp_path / "model", seed=3, **{EVERY_EXPERT[family]: num_experts})
+    adapter = make_adapter(family, model_dir, tmp_path / "adapter", 5, seed=1)
+    [prompt] = make_prompts((30,))
+    _, [found] = Harness(model_dir, [adapter]).prefill([prompt], (0,))
+    expected = reference_logits(model_dir, adapter, prompt, torch.float64)
+    assert (found - expected).abs().max() < MAX_LOGIT_DIFFERENCE
 
 
 MEDIAN_BF16_ERROR = 0.03

@@ -222,11 +222,55 @@ def test_stored_values_serve_a_dynamic_format_as_they_are(base, tmp_path):  # no
         assert torch.equal(weight.dequantised(), expected[name]), name
 
 
+def set_scales(model_dir, change):
+    """Change the scales of the checkpoint's weights, and their meaning."""
+    tensors = load_file(model_dir / SINGLE_NAME)
+    tensors |= {key: change(scale) for key, scale in tensors.items() if key.endswith("_scale_inv")}
+    save_file(tensors, model_dir / SINGLE_NAME)
+
+
+@pytest.mark.parametrize("form", ["bytes", "e8m0"])
+@pytest.mark.parametrize("is_static", [False, True], ids=["blocks", "static"])
+def test_scales_that_are_exponents_are_powers_of_two(form, is_static, base, tmp_path):  # noqa: F811
+    stored, _ = stored_pair(base("llama")[0], "fp8", tmp_path)
+    section = {**SCHEMES["fp8"][0], "scale_fmt": "ue8m0"}
+    if is_static:
+        section |= {"weight_block_size": None, "activation_scheme": "static"}
+        set_scales(stored, lambda scale: scale[:1, :1].reshape(()).clone())
+    set_quantisation(stored, section)
+    set_scales(stored, lambda scale: scale.log2().round().exp2())
+    expected = {name: one.dequantised() for name, one in held(load_model(stored, torch.float32, CPU)).items()}
+    if form == "bytes":
+        set_scales(stored, lambda scale: (scale.log2() + 127).to(torch.uint8))
+    else:
+        set_scales(stored, lambda scale: scale.to(torch.float8_e8m0fnu))
+    found = held(load_model(stored, torch.float32, CPU))
+    assert found.keys() == expected.keys() != set()
+    for name, weight in found.items():
+        assert torch.equal(weight.dequantised(), expected[name]), name
+
+
 def group_with(**changes):
     section = json.loads(json.dumps(SCHEMES["w4a16"][0]))
     section["config_groups"]["group_0"] |= changes.pop("group", {})
     section["config_groups"]["group_0"]["weights"] |= changes
     return section
+
+
+def transformed(location):
+    apply = [{"targets": ["Linear"], "location": "weight_output"}, {"location": location}]
+    groups = {"R1": {"type": "hadamard", "apply": apply}}
+    return {**SCHEMES["w4a16"][0], "transform_config": {"config_groups": groups}}
+
+
+@pytest.mark.parametrize("groups", [None, {}, {"R1": {"apply": []}}, "weights"])
+def test_transforms_within_the_weights_have_no_effect(groups, base, tmp_path):  # noqa: F811
+    stored, _ = stored_pair(base("llama")[0], "w4a16", tmp_path)
+    section = transformed("weight_input")
+    if groups != "weights":
+        section["transform_config"]["config_groups"] = groups
+    set_quantisation(stored, section)
+    assert held(load_model(stored, torch.float32, CPU))
 
 
 def floats_with(**changes):
@@ -251,6 +295,10 @@ REFUSED = [
     (floats_with(block_structure="128x128"), "block_structure='128x128'"),
     (floats_with(block_structure=[128]), r"block_structure=\[128\]"),
     ({**SCHEMES["fp8"][0], "weight_block_size": [128]}, r"weight_block_size=\[128\]"),
+    *(
+        (transformed(location), f"a transform of location='{location}' \\(R1\\)")
+        for location in ("input", "output", "q_attn", "k_cache")
+    ),
     ({**SCHEMES["w4a16"][0], "format": "nvfp4-pack-quantized"}, "format='nvfp4-pack-quantized'"),
 ]
 
@@ -289,6 +337,8 @@ DAMAGED = {
     "shape of scales": ("w4a16", "_scale", lambda t: t[:, :0].contiguous(), "its scales are"),
     "shape of blocks": ("fp8", "_scale_inv", lambda t: t[:1].contiguous(), "its scales are"),
     "infinite": ("fp8", "_scale_inv", lambda t: t.fill_(float("inf")), "a scale is negative or not finite"),
+    "exponents": ("fp8", "_scale_inv", lambda t: t.to(torch.uint8), "its scales are torch.uint8"),
+    "integers": ("w4a16", "_scale", lambda t: t.to(torch.int32), "its scales are torch.int32"),
     "values": ("w4a16", "_packed", lambda t: t[:, :1].contiguous(), "not int32 for 4 bits"),
     "zero points": ("w4a16-asymmetric", "_zero_point", lambda t: t.repeat(2, 1), "its zero points are"),
     "wide zero points": ("w4a16-asymmetric", "_zero_point", lambda t: t.long(), "its zero points are"),

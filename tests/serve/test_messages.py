@@ -10,6 +10,7 @@ from http.client import HTTPConnection
 import httpx
 import pytest
 
+from moe_lora.serve.anthropic.request import messages_of
 from moe_lora.serve.api_keys import add_key
 from moe_lora.serve.server import create_app
 from tests.patience import PATIENCE_S
@@ -73,6 +74,9 @@ def plain(message):
     """A message without ids."""
     blocks = [{name: value for name, value in one.items() if name != "id"} for one in message["content"]]
     return {**message, "id": None, "content": blocks}
+
+
+OBJECT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 
 
 @pytest.mark.parametrize(
@@ -167,13 +171,14 @@ def plain(message):
         ),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+            {"messages": [USER], "response_format": OBJECT},
+        ),
+        (
             {
-                "messages": [USER],
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": {"type": "object"}},
-                },
+                "output_format": {"type": "json_schema", "schema": {"type": "object"}},
+                "output_config": {"effort": "low"},
             },
+            {"messages": [USER], "response_format": OBJECT, "reasoning_effort": "low"},
         ),
     ],
 )
@@ -316,6 +321,16 @@ def test_calls_are_forced_and_single():
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort"),
+        ({"output_format": {"type": "xml"}}, "output_format.type"),
+        ({"output_format": "json"}, "output_format: must be an object"),
+        (
+            {
+                "output_format": {"type": "json_schema", "schema": {}},
+                "output_config": {"format": {"type": "json_schema", "schema": {}}},
+            },
+            "output_config.format; send one of them",
+        ),
+        ({"format": "json"}, "format is not supported"),
         ({"container": "c"}, "container is not supported"),
         ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
         ({"context_management": {"edits": [{}]}}, "context_management is not supported"),
@@ -420,3 +435,27 @@ def test_a_client_that_leaves_takes_its_request_with_it(tokenizer, stream):
         wait_until(lambda: engine.num_tokens == 2, "the request runs")
         connection.close()
         wait_until(lambda: len(engine.aborted) == 1 and not engine.running, "the request is cancelled")
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ("no such city", "Error: no such city"),
+        ("Error: no such city", "Error: no such city"),
+        ("error 404", "error 404"),
+        (None, "Error"),
+        ([], "Error"),
+        ([{"type": "text", "text": "none"}], "Error: none"),
+        (
+            [{"type": "text", "text": "none"}, {"type": "text", "text": "here"}],
+            [{"type": "text", "text": "Error: none"}, {"type": "text", "text": "here"}],
+        ),
+    ],
+)
+def test_a_failed_tool_is_an_error_for_the_model(content, shown):
+    """Templates print a result's content alone."""
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": content}
+    given = [{"role": "user", "content": [{**result, "is_error": failed}]} for failed in (True, False)]
+    [error], [other] = (messages_of([one], {}) for one in given)
+    assert error == {"role": "tool", "tool_call_id": "c1", "content": shown, "is_error": True}
+    assert other["content"] != shown or shown == content

@@ -307,9 +307,12 @@ WORDS = {
         "word": {"type": "string"},
         "kind": {"enum": ["new", "old"]},
         "list": {"$ref": "#/$defs/list"},
+        "size": {"$ref": "#/$defs/size", "description": "of a text"},
+        "same": {"allOf": [{"$ref": "#/properties/size"}]},
+        "free": {"anyOf": [{"$ref": "#/$defs/size"}, {"type": "null"}]},
     },
     "required": ["word"],
-    "$defs": {"list": B},
+    "$defs": {"list": B, "size": {"type": "string", "enum": ["1.0", "2"]}},
 }
 
 
@@ -323,6 +326,7 @@ def test_texts_in_tags_are_as_they_are_and_end_once(name):
         {"word": 'a "b"\n<c'},
         {"word": "", "kind": "new"},
         {"word": "x", "kind": "old", "list": [1, "x"]},
+        {"word": "x", "size": "1.0", "same": "2", "free": None},
     ]
     for arguments in valid:
         text = call_of(name, shape, "f", arguments)
@@ -338,6 +342,9 @@ def test_texts_in_tags_are_as_they_are_and_end_once(name):
         {"kind": "new"},
         {"word": "x", "kind": "odd"},
         {"word": "x", "list": [2]},
+        {"word": "x", "size": "3"},
+        {"word": "x", "same": "3"},
+        {"word": "x", "free": "1.0"},
         {"word": f"x{key}odd"},
     ):
         assert masks.after(call_of(name, shape, "f", arguments)) is None, arguments

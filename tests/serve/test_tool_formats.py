@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import json
+from enum import Enum
 from itertools import product
 from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel, Field
 
 from moe_lora.config.front_end import REASONING_PARSERS, TOOL_PARSERS
 from moe_lora.serve.openai.parsers import TOOL_FORMATS, parser_class
 from moe_lora.serve.openai.parsers.answers import ParsedChoice
 from moe_lora.serve.openai.parsers.choice import AnswerParsers
 from moe_lora.serve.openai.parsers.machine import Kind
+from moe_lora.serve.openai.parsers.tagged_calls import types_of
 from moe_lora.serve.openai.parsers.thinking import REASONING_FORMATS
 from tests.grids import diagonal, with_quick
 
@@ -289,6 +292,119 @@ def test_values_in_tags_have_the_types_of_the_schema(name, value, city, days, un
         text = f"<tool_call>\n<function=weather>\n{tags}</function>\n</tool_call>"
     [(_, arguments)] = assert_same_for_all_cuts(parsers(name), text)[2]
     assert json.loads(arguments) == expected
+
+
+class Release(str, Enum):
+    ONE, TWO = "1.0", "true"
+
+
+class Argument(BaseModel):
+    """A schema with a reference to `Release` each, as Pydantic writes it."""
+
+    plain: Release
+    described: Release = Field(Release.TWO, description="with keywords beside the reference")
+    free: Release | None
+
+
+REFERENCES = {
+    "plain": {"$ref": "#/$defs/Release"},
+    "in allOf": {"allOf": [{"$ref": "#/$defs/Release"}], "default": "1.0"},
+    "in allOf with notes": {"allOf": [{"description": "a"}, {"$ref": "#/$defs/Release"}, {"minLength": 1}]},
+    "in a chain": {"$ref": "#/$defs/Chain"},
+    "to an argument": {"$ref": "#/properties/text"},
+    "with escapes": {"$ref": "#/$defs/a~1b%20c"},
+    "in itself": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "string"}]},
+    "by a constant": {"const": "1.0"},
+}
+DEFINED = {
+    "Release": {"enum": ["1.0", "true"], "title": "Release", "type": "string"},
+    "Chain": {"$ref": "#/$defs/Release", "description": "again"},
+    "a/b c": {"type": "string"},
+    "Loop": {"oneOf": [{"$ref": "#/$defs/Release"}, {"$ref": "#/$defs/Loop"}]},
+    "Endless": {"$ref": "#/$defs/Endless"},
+}
+
+
+def tagged(name, arguments):
+    """A call of `f`."""
+    shape = {
+        "qwen3_coder": (
+            "<tool_call>\n<function=f>\n{}</function>\n</tool_call>",
+            "<parameter={}>\n{}\n</parameter>\n",
+        ),
+        "glm4": ("<tool_call>f{}</tool_call>", "<arg_key>{}</arg_key><arg_value>{}</arg_value>"),
+        "minimax_m2": (
+            '<minimax:tool_call>\n<invoke name="f">\n{}</invoke>\n</minimax:tool_call>',
+            '<parameter name="{}">{}</parameter>\n',
+        ),
+    }[name]
+    return shape[0].format("".join(shape[1].format(key, text) for key, text in arguments.items()))
+
+
+def read(name, schema, arguments):
+    found = AnswerParsers(tool_format=name, tools={"f": schema})
+    [(_, text)] = assert_same_for_all_cuts(found, tagged(name, arguments))[2]
+    return json.loads(text)
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm4", "minimax_m2"])
+@pytest.mark.parametrize("value", ["1.0", "true"])
+def test_a_text_by_reference_is_a_text(name, value):
+    given = dict.fromkeys(Argument.model_fields, value)
+    assert read(name, Argument.model_json_schema(), given) == given
+    schema = {"properties": {**REFERENCES, "text": {"type": "string"}}, "$defs": DEFINED}
+    given = dict.fromkeys(REFERENCES, value)
+    assert read(name, schema, given) == given
+    root = {
+        "$ref": "#/$defs/Argument",
+        "$defs": {**DEFINED, "Argument": {"properties": {"a": {"type": "integer"}}}},
+    }
+    assert read(name, root, {"a": "5"}) == {"a": 5}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/Endless"},
+        {"$ref": "#/$defs/missing"},
+        {"$ref": f"#/properties/a/anyOf/{'9' * 5000}", "anyOf": []},
+        {"$ref": "https://elsewhere.example/schema"},
+        {"$ref": 5},
+        {"allOf": [{"$ref": "#/$defs/Endless"}]},
+        {"anyOf": [{"$ref": "#/$defs/Release"}, {"$ref": "#/$defs/missing"}]},
+    ],
+)
+def test_a_reference_without_a_target_allows_any_type(schema):
+    assert read("glm4", {"properties": {"a": schema}, "$defs": DEFINED}, {"a": "1.0"}) == {"a": 1.0}
+
+
+def test_options_by_reference_are_read_once_each():
+    options = {f"o{i}": {"anyOf": [{"$ref": f"#/$defs/o{i + 1}"}] * 9} for i in range(2000)}
+    schema = {"properties": {"a": {"$ref": "#/$defs/o0"}}, "$defs": {**options, "o2000": {"type": "string"}}}
+    assert types_of(schema, "a") == {"string"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("['a', \"b's\"]", ["a", "b's"]),
+        ("{'k': True, 'n': [None, -1.5]}", {"k": True, "n": [None, -1.5]}),
+        *((text, text) for text in ("['a', b]", "{'a', 'b'}", "{1: 2}", "[('a',)]", "[b'a']")),
+        *((text, text) for text in ("{[1]: 'a'}", "['\0']", "[" * 900, f"[{'-' * 9000}'a']")),
+    ],
+)
+def test_python_lists_and_objects_are_json(text, expected):
+    many = {"anyOf": [{"type": "array"}, {"type": "object"}]}
+    schema = {
+        "properties": {
+            "many": many,
+            "other": {"type": ["array", "null"]},
+            "text": {"type": ["string", "null"]},
+        }
+    }
+    given = read("glm4", schema, dict.fromkeys(schema["properties"], text))
+    assert (given["many"], given["text"]) == (expected, text)
+    assert given["other"] == (expected if isinstance(expected, list) else text)
 
 
 @pytest.mark.parametrize("name", REASONING_FORMATS)

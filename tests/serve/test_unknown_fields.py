@@ -114,6 +114,32 @@ def test_a_value_that_would_change_the_answer_is_refused(unchanged, path, body, 
 
 
 @ENDPOINTS
+@pytest.mark.parametrize(
+    ("name", "value", "way_out"),
+    [
+        ("enable_thinking", False, "chats have chat_template_kwargs.enable_thinking"),
+        ("thinking", {"type": "disabled"}, "chats have chat_template_kwargs.enable_thinking"),
+        ("thinking_budget", 512, "chats have thinking_token_budget"),
+        ("grammar", 'root ::= "a"', "chats have structured_outputs.grammar"),
+        ("guided_decoding", {"choice": ["a"]}, "chats have structured_outputs"),
+        ("response_schema", {"type": "object"}, "chats have response_format"),
+        ("json_mode", True, "chats have response_format"),
+        ("format", "json", "chats have response_format"),
+        ("num_beams", 4, "or send null or 1; chats have use_beam_search"),
+        ("no_repeat_ngram_size", 3, "or send null or 0"),
+        ("typical_p", 0.5, "or send null or 1"),
+        ("min_length", 3, "chats have min_tokens"),
+        ("stop_sequences", ["a"], "chats have stop"),
+    ],
+)
+def test_a_field_of_further_servers_is_refused_with_the_way_out(unchanged, path, body, name, value, way_out):
+    error = error_of(unchanged.post(path, {**body, name: value}))
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name} is not supported; ")
+    assert error["message"].endswith(way_out)
+
+
+@ENDPOINTS
 def test_an_id_that_aborts_nothing_is_refused(unchanged, path, body):
     """Requests of /generate alone are aborted by their rid."""
     error = error_of(unchanged.post(path, {**body, "rid": "mine"}))
@@ -153,9 +179,9 @@ def test_a_word_that_lora_is_a_part_of_chooses_no_adapter(name):
 @ENDPOINTS
 @pytest.mark.parametrize("stream", [False, True])
 def test_unknown_fields_are_ignored_and_named(any_server, path, body, stream):
-    fields = {"chat_id": "c1", "min_length": 3, "step": 5}
+    fields = {"chat_id": "c1", "min_score": 3, "step": 5}
     answer = any_server.post(path, {**body, **fields, "stream": stream})
-    assert (answer.status_code, answer.headers[HEADER]) == (200, "chat_id, min_length, step")
+    assert (answer.status_code, answer.headers[HEADER]) == (200, "chat_id, min_score, step")
     assert HEADER not in any_server.post(path, {**body, "stream": stream}).headers
 
 

@@ -236,9 +236,19 @@ def late_windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
     """With use_sliding_window, windows from layer max_window_layers on, or by layer_types."""
     if not config.flag("use_sliding_window"):
         return (0,) * num_layers
-    num_full = min(config.size("max_window_layers", default=28, least=0), num_layers)
+    return windows_after(config, num_layers, 28)
+
+
+def windows_after(config: ConfigJson, num_layers: int, most_full: int) -> tuple[int, ...]:
+    """Windows from layer max_window_layers on, or by layer_types."""
+    num_full = min(config.size("max_window_layers", default=most_full, least=0), num_layers)
     kinds = ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
-    return windows_by_type(config, config.size("sliding_window"), kinds)
+    return windows_by_type(config, stated_window(config), kinds)
+
+
+def stated_window(config: ConfigJson) -> int:
+    """sliding_window: null is none, and 4096 without the key."""
+    return config.size("sliding_window", default=0 if config.states("sliding_window") else 4096, least=0)
 
 
 def rope_types(*kinds: str) -> dict[str, tuple[str, ...]]:

@@ -60,6 +60,7 @@ class MessagesBody(ConvertedBody):
     cache_control: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    output_format: Any = None
     stop_sequences: Annotated[Listed[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     system: Any = None
     thinking: dict[str, Any] | None = None
@@ -92,7 +93,7 @@ class MessagesChat(ConvertedChat):
         continues = last["role"] == "assistant" and "content" in last and "tool_calls" not in last
         chat = {
             **body.shared(),
-            **_output(body.output_config, unknown),
+            **_output(body, unknown),
             **_tool_choice(body.tool_choice, unknown),
             "messages": messages,
             "max_tokens": body.max_tokens,
@@ -175,8 +176,18 @@ def _add_block(messages: list[dict[str, Any]], role: str, block: Fields, unknown
         content = content_of(block.get("content") or "", f"{block.place}.content", ("text",), unknown)
         result = {"role": "tool", "tool_call_id": block.text("tool_use_id"), "content": content}
         if block.get("is_error", bool):
-            result["is_error"] = True
+            result |= {"is_error": True, "content": _as_error(content)}
         messages.append(result)
+
+
+def _as_error(content: Any) -> Any:
+    """A result's content that names the error: templates print the content alone."""
+    first = content if isinstance(content, str) else content[0]["text"]
+    if first.lstrip().lower().startswith("error"):
+        return content
+    if isinstance(content, str):
+        return f"Error: {content}" if content else "Error"
+    return [{"type": "text", "text": f"Error: {first}"}, *content[1:]]
 
 
 def _tools(tools: list[dict[str, Any]], unknown: dict[str, None]) -> list[dict[str, Any]]:
@@ -213,16 +224,22 @@ def _tool_choice(given: dict[str, Any] | None, unknown: dict[str, None]) -> dict
     return {"tool_choice": names[kind], "parallel_tool_calls": False if is_single else None}
 
 
-def _output(given: dict[str, Any] | None, unknown: dict[str, None]) -> dict[str, Any]:
-    with Fields(given or {}, "output_config", unknown) as output:
+def _output(body: MessagesBody, unknown: dict[str, None]) -> dict[str, Any]:
+    """The effort, and the format under its newer or older name."""
+    with Fields(body.output_config or {}, "output_config", unknown) as output:
         effort, asked = output.get("effort"), output.get("format")
         output.refuse(task_budget=())
+    place = "output_config.format"
+    if body.output_format is not None:
+        if asked is not None:
+            raise wrong("output_format", f"is the older name of {place}; send one of them")
+        place, asked = "output_format", body.output_format
     if asked is None:
         return {"reasoning_effort": effort}
-    with Fields(asked, "output_config.format", unknown) as form:
+    with Fields(asked, place, unknown) as form:
         if form.text("type") != "json_schema":
-            raise unsupported("output_config.format.type", ("json_schema",))
-        schema = expect(form.get("schema"), dict, "output_config.format.schema")
+            raise unsupported(f"{place}.type", ("json_schema",))
+        schema = expect(form.get("schema"), dict, f"{place}.schema")
     json_schema = {"name": "answer", "schema": schema}
     return {
         "reasoning_effort": effort,

@@ -29,95 +29,60 @@ LORA_PATH = "lora_path"
 """SGLang's field for an adapter of the base in `model`."""
 IGNORED = frozenset(
     {
-        "metadata",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "return_mm_kwargs",
-        "safety_identifier",
-        "separate_reasoning",
-        "store",
-        "stream_interval",
-        "user",
+        *("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
+        *("return_mm_kwargs", "safety_identifier", "separate_reasoning", "store"),
+        *("stream_interval", "user"),
     }
 )
 """Fields without an effect on the answer."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
-            "audio",
-            "custom_logit_processor",
-            "guided_decoding_backend",
-            "guided_whitespace_pattern",
-            "input_embeds",
-            "input_ids",
-            "max_dynamic_patch",
-            "max_new_tokens",
-            "max_output_tokens",
-            "min_dynamic_patch",
-            "min_new_tokens",
-            "prediction",
-            "repetition_detection",
-            "rid",
-            "sampling_params",
-            "structural_tag",
-            "task",
-            "web_search_options",
+            *("audio", "custom_logit_processor", "enable_thinking", "guided_decoding_backend"),
+            *("guided_whitespace_pattern", "input_embeds", "input_ids", "max_dynamic_patch"),
+            *("max_new_tokens", "max_output_tokens", "min_dynamic_patch", "min_new_tokens", "prediction"),
+            *("repetition_detection", "rid", "sampling_params", "structural_tag", "task", "thinking"),
+            *("thinking_budget", "web_search_options"),
         ),
         (None,),
     ),
     **dict.fromkeys(
         (
-            "continue_final_message",
-            "include_stop_str_in_output",
-            "no_stop_trim",
-            "return_cached_tokens_details",
-            "return_hidden_states",
-            "return_logprob",
-            "return_meta_info",
-            "return_prompt_text",
-            "return_prompt_token_ids",
-            "return_routed_experts",
-            "return_token_offsets",
-            "use_audio_in_video",
-            "use_beam_search",
-            "watermarking",
+            *("continue_final_message", "include_stop_str_in_output", "json_mode", "no_stop_trim"),
+            *("return_cached_tokens_details", "return_hidden_states", "return_logprob", "return_meta_info"),
+            *("return_prompt_text", "return_prompt_token_ids", "return_routed_experts"),
+            *("return_token_offsets", "use_audio_in_video", "use_beam_search", "watermarking"),
         ),
         (None, False),
     ),
     **dict.fromkeys(
         (
-            "max_repetition_pattern_size",
-            "min_repetition_pattern_size",
-            "repetition_min_count",
-            "routed_experts_prompt_start",
-            "routed_experts_start_len",
-            "top_a",
-            "top_logprobs_num",
+            *("max_repetition_pattern_size", "min_length", "min_repetition_pattern_size"),
+            *("no_repeat_ngram_size", "repetition_min_count", "routed_experts_prompt_start"),
+            *("routed_experts_start_len", "top_a", "top_logprobs_num"),
         ),
         (None, 0),
     ),
-    "length_penalty": (None, 1),
+    **dict.fromkeys(("length_penalty", "num_beams", "typical_p"), (None, 1)),
     **dict.fromkeys(
         ("include_reasoning", "skip_special_tokens", "spaces_between_special_tokens", "stream_reasoning"),
         (None, True),
     ),
-    **dict.fromkeys(("chat_template", "prompt_embeds", "stop_regex", "suffix"), (None, "")),
     **dict.fromkeys(
-        ("documents", "functions", "logits_processors", "models", "token_ids_logprob", "tools"), (None, [])
+        ("chat_template", "format", "grammar", "prompt_embeds", "stop_regex", "suffix"), (None, "")
     ),
     **dict.fromkeys(
         (
-            "custom_params",
-            "ec_transfer_params",
-            "extra_body",
-            "images_config",
-            "kv_transfer_params",
-            "media_io_kwargs",
-            "mm_processor_kwargs",
-            "reasoning",
-            "session_params",
-            "vllm_xargs",
+            *("documents", "functions", "logits_processors", "models", "stop_sequences"),
+            *("token_ids_logprob", "tools"),
+        ),
+        (None, []),
+    ),
+    **dict.fromkeys(
+        (
+            *("custom_params", "ec_transfer_params", "extra_body", "guided_decoding", "images_config"),
+            *("kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "reasoning"),
+            *("response_schema", "session_params", "vllm_xargs"),
         ),
         (None, {}),
     ),
@@ -129,6 +94,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (None, "medium"),
 }
 """Other servers' fields with an effect, and neutral values."""
+INSTEAD = {
+    **dict.fromkeys(("enable_thinking", "thinking"), "chat_template_kwargs.enable_thinking"),
+    **dict.fromkeys(("format", "json_mode", "response_schema"), "response_format"),
+    "grammar": "structured_outputs.grammar",
+    "guided_decoding": "structured_outputs",
+    "min_length": "min_tokens",
+    "num_beams": "use_beam_search",
+    "stop_sequences": "stop",
+    "thinking_budget": "thinking_token_budget",
+}
+"""A chat's fields with the effect of other servers' fields."""
 NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "function_call"), (None,)),
     **dict.fromkeys(("reasoning", "reasoning_content", "refusal", "tool_call_id"), (None, "")),
@@ -154,7 +130,8 @@ def drop_neutral(
         elif name in neutral:
             if not _is_neutral(value, neutral[name]):
                 choices = " or ".join(json.dumps(allowed) for allowed in neutral[name])
-                raise FieldError(name, f"{name} is not supported; leave it out, or send {choices}")
+                here = f"; chats have {INSTEAD[name]}" if name in INSTEAD else ""
+                raise FieldError(name, f"{name} is not supported; leave it out, or send {choices}{here}")
         elif name not in IGNORED and name != LORA_PATH:
             kept[name] = value
     return kept

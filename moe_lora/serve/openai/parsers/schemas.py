@@ -14,6 +14,8 @@ from urllib.parse import quote, unquote, urldefrag, urljoin
 
 from moe_lora.engine.text import grammars
 
+from .tagged_calls import at_pointer
+
 _ONE = {
     *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"),
     *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
@@ -124,7 +126,7 @@ class PlacedSchema:
         is_pointer = not fragment or fragment.startswith("/")
         name = f"{uri}#{fragment}"
         pointer = self._pointers.get(name) if start is None or not is_pointer else start + fragment
-        found = None if pointer is None else _at(self.schema, pointer)
+        found = None if pointer is None else at_pointer(self.schema, pointer)
         if pointer is None or not isinstance(found, dict | bool):
             raise ValueError(
                 f"$ref {given[:200]!r} has no target in the schema; add the target, or leave it out"
@@ -181,14 +183,3 @@ def _split(base: str, given: str) -> tuple[str, str]:
     except ValueError:
         return given, ""
     return uri, fragment
-
-
-def _at(schema: Any, pointer: str) -> Any:
-    """The value at a pointer, or None."""
-    for part in pointer.split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(schema, list):
-            schema = schema[int(key)] if key.isdecimal() and int(key) < len(schema) else None
-        else:
-            schema = schema.get(key) if isinstance(schema, dict) else None
-    return schema

@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 from .machine import MAX_GAP_CHARS, MAX_HEADER_CHARS, MAX_HELD_CHARS, Parser, held_chars
 
 STRING = frozenset({"string"})
 ANY: frozenset[str] = frozenset()
+MAX_REFERENCES = 64
+"""Steps from a schema to its keywords; a longer way has any type."""
+_STATING = {"$ref", "allOf", "anyOf", "const", "enum", "oneOf", "type"}
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 """Python's words for JSON's."""
 
@@ -166,27 +171,71 @@ def _escaped(text: str) -> str:
 
 def types_of(schema: Any, name: str) -> frozenset[str]:
     """JSON types of an argument: `ANY` without a statement, string outside the schema."""
-    properties = schema.get("properties") if isinstance(schema, dict) else None
+    found = resolved(schema, schema)
+    properties = found.get("properties") if isinstance(found, dict) else None
     if not isinstance(properties, dict) or name not in properties:
         return STRING
-    return _types(properties[name])
+    return _types(properties[name], schema)
 
 
-def _types(schema: Any) -> frozenset[str]:
-    if not isinstance(schema, dict):
-        return ANY
-    stated = schema.get("type")
-    if isinstance(stated, str):
-        return frozenset({stated})
-    if isinstance(stated, list):
-        return frozenset(one for one in stated if isinstance(one, str))
-    if isinstance(values := schema.get("enum"), list) and values:
-        return frozenset(map(_type_of, values))
+def resolved(schema: Any, root: Any) -> Any:
+    """The schema with the keywords of a local `$ref`, or of the only member of `allOf`."""
+    for _ in range(MAX_REFERENCES):
+        if not isinstance(schema, dict):
+            break
+        key, target = "$ref", None
+        if isinstance(pointer := schema.get(key), str) and (pointer == "#" or pointer.startswith("#/")):
+            target = at_pointer(root, unquote(pointer[1:]))
+        elif isinstance(members := schema.get("allOf"), list) and len(members) == 1:
+            key, target = "allOf", members[0]
+        if not isinstance(target, dict):
+            break
+        schema = {**target, **{name: value for name, value in schema.items() if name != key}}
+    return schema
+
+
+def at_pointer(schema: Any, pointer: str) -> Any:
+    """The value at a pointer, or None."""
+    for part in pointer.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, list):
+            schema = schema[int(key)] if key.isdecimal() and len(key) < 9 and int(key) < len(schema) else None
+        else:
+            schema = schema.get(key) if isinstance(schema, dict) else None
+    return schema
+
+
+def _types(schema: Any, root: Any) -> frozenset[str]:
+    found: set[str] = set()
+    seen: set[int] = set()
+    waiting = [schema]
+    for given in waiting:  # a schema may be an option of itself
+        if id(given) in seen:
+            continue
+        seen.add(id(given))
+        one = resolved(given, root)
+        if not isinstance(one, dict):
+            return ANY
+        stated, values = one.get("type"), [one["const"]] if "const" in one else one.get("enum")
+        if isinstance(stated, str | list) and stated:
+            found.update([stated] if isinstance(stated, str) else (n for n in stated if isinstance(n, str)))
+        elif isinstance(values, list) and values:
+            found.update(map(_type_of, values))
+        elif options := _options(one):
+            waiting += options
+        else:
+            return ANY
+    return frozenset(found)
+
+
+def _options(schema: dict[str, Any]) -> list[Any]:
+    """Schemas that state the types of another; `allOf` also has members without types."""
     for name in ("anyOf", "oneOf"):
         if isinstance(options := schema.get(name), list) and options:
-            found = [_types(option) for option in options]
-            return frozenset().union(*found) if all(found) else ANY
-    return ANY
+            return options
+    members = schema.get("allOf")
+    members = members if isinstance(members, list) else []
+    return [one for one in members if isinstance(one, dict) and not _STATING.isdisjoint(one)]
 
 
 def _type_of(value: Any) -> str:
@@ -207,6 +256,18 @@ def as_json(text: str, types: frozenset[str]) -> str:
     try:
         found = _type_of(json.loads(value, parse_constant=_no_constant))
     except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
+        return json.dumps(_python_literal(value, types) or text, ensure_ascii=False)
     fits = not types or found in types or (found == "integer" and "number" in types)
     return json.dumps(text, ensure_ascii=False) if not fits and "string" in types else value
+
+
+def _python_literal(text: str, types: frozenset[str]) -> Any:
+    """A list or an object in Python's syntax, if a type allows and JSON can hold it; else None."""
+    if types.isdisjoint({"array", "object"}) or not text.startswith(("[", "{")):
+        return None
+    try:
+        value = ast.literal_eval(text)
+        is_json = json.loads(json.dumps(value, allow_nan=False)) == value
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+    return value if is_json and _type_of(value) in types else None

@@ -10,7 +10,7 @@ from typing import Any
 from ..parsers import parser_class
 from ..parsers.choice import HARMONY, AnswerParsers
 from ..parsers.harmony import MESSAGE
-from ..parsers.tagged_calls import STRING, types_of
+from ..parsers.tagged_calls import STRING, resolved, types_of
 from ..parsers.thinking import REASONING_FORMATS
 from .rules import Tag, TagRules
 
@@ -144,11 +144,11 @@ def _value(kind: Any, schema: Mapping[str, Any], name: str, given: Any, rules: T
     if not isinstance(given, dict | bool):
         raise ValueError(f"the schema of {name!r} is {json.dumps(given)[:64]}; send an object")
     end = rules.literal(kind.VALUE_SHAPE)
-    if types_of({"properties": {name: given}}, name) != STRING:
+    if isinstance(given, bool) or types_of(schema, name) != STRING:
         shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
         inner = given if isinstance(given, bool) else {**given, **shared}
         return f"{rules.within('json', inner)} {end}"
-    assert isinstance(given, dict)
+    given = resolved(given, schema)
     if more := given.keys() - _NOTES:
         raise ValueError(f"{min(more)} of the text {name!r} has no effect in tags; leave it out, or strict")
     values = [given["const"]] if "const" in given else given.get("enum")
