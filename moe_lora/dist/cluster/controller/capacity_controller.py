@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 from anyio import current_time, fail_after
 
@@ -54,6 +55,8 @@ class CapacityController:
         """Held by a restart, a resize, and a change of the layout."""
         self._is_changing = False
         """The keeper changes the layout for a former controller."""
+        self.num_live: Callable[[], int] = lambda: 0
+        """Instances in routing."""
         self.relayout: Callable[[str, int, float], Awaitable[str]] | None = None
         """Starts a server of this layout, capacity and limit_s; returns the address.  None: fixed."""
 
@@ -106,13 +109,15 @@ class CapacityController:
         LoraServerError if a rank, link or instance is missing after limit_s.
         """
         async with self._change():  # a second restart would end the leader while a rank loads
+            num_live = self.num_live()
             before = state = await self._until_whole(limit_s)
             for server_rank in (*range(1, len(before.ranks)), 0):
                 if state.incarnation != before.incarnation:
                     break  # a launcher such as torchrun restarts all ranks
                 logger.info("rank %d of the LoRA Server is told to end, to be started again", server_rank)
                 await asyncio.to_thread(self._admin.restart, server_rank)
-                state = await self._until_back(state, server_rank, limit_s)
+                state = replace(state, num_instances=before.num_instances)
+                state = await self._until_back(state, server_rank, limit_s, num_live)
             return state
 
     @verb
@@ -132,6 +137,7 @@ class CapacityController:
             )
         async with self._change():
             end_s = current_time() + limit_s
+            num_live = self.num_live()
             before = await asyncio.to_thread(self._admin.state)
             address = await self.relayout(layout, before.capacity, limit_s)
             self.use_lora_server(address)
@@ -139,6 +145,7 @@ class CapacityController:
                 max(LOOK_S, end_s - current_time()),
                 f"the LoRA Server is {layout}, but",
                 before.num_instances,
+                num_live,
             )
 
     def use_lora_server(self, address: str, is_changing: bool = False) -> None:
@@ -157,6 +164,7 @@ class CapacityController:
         limit_s: float,
         what: str = "no rank of the LoRA Server was ended:",
         num_instances: int = 0,
+        num_live: int = 0,
     ) -> ServerState:
         problem = (
             f"{what} after limit_s={limit_s:g} not all of them are there with "
@@ -164,16 +172,32 @@ class CapacityController:
         )
 
         def is_whole(state: ServerState) -> bool:
-            return state.is_whole and state.num_instances >= num_instances
+            return state.is_whole and state.num_instances >= self._expected(num_instances, num_live)
 
         return await self._until(is_whole, limit_s, problem)
 
-    async def _until_back(self, before: ServerState, server_rank: int, limit_s: float) -> ServerState:
+    def _expected(self, num_instances: int, num_live: int) -> int:
+        """Instances of the server, without those that left since num_live were in routing."""
+        return num_instances - max(0, num_live - self.num_live())
+
+    async def _until_back(
+        self, before: ServerState, server_rank: int, limit_s: float, num_live: int
+    ) -> ServerState:
         problem = (
             f"rank {server_rank} of the LoRA Server was ended and is not back, with the instances, after "
             f"limit_s={limit_s:g}; its log says why, and instances compute its part meanwhile"
         )
-        return await self._until(lambda state: _is_back(state, before, server_rank), limit_s, problem)
+
+        def is_back(state: ServerState) -> bool:
+            is_new = (
+                state.incarnation != before.incarnation
+                or state.ranks[server_rank] > before.ranks[server_rank]
+            )
+            is_linked = not state.unlinked[server_rank]
+            num_instances = self._expected(before.num_instances, num_live)
+            return is_new and all(state.ranks) and is_linked and state.num_instances >= num_instances
+
+        return await self._until(is_back, limit_s, problem)
 
     async def _until(
         self, condition: Callable[[ServerState], bool], limit_s: float, problem: str
@@ -226,12 +250,6 @@ class CapacityController:
             await self.resize(wanted)
         except (CapacityError, LoraServerError) as error:
             logger.warning("the LoRA Server's capacity stays %d: %s", state.capacity, error)
-
-
-def _is_back(state: ServerState, before: ServerState, server_rank: int) -> bool:
-    is_new = state.incarnation != before.incarnation or state.ranks[server_rank] > before.ranks[server_rank]
-    is_linked = state.num_instances >= before.num_instances and not state.unlinked[server_rank]
-    return is_new and all(state.ranks) and is_linked
 
 
 def make_capacity_controller(cluster: ClusterConfig, client: EngineClient) -> CapacityController:
