@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 import moe_lora
 from moe_lora.config import FrontEndConfig
-from moe_lora.core.address import parse_address, unix_socket
+from moe_lora.core.address import Address, parse_address, unix_socket
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import allow_many_files, num_open_files, resident_bytes, return_memory
 from moe_lora.serve.admin.adapter_routes import adapters_router
@@ -174,7 +174,7 @@ class HttpServer(uvicorn.Server):
         """The server's URL; after the start only."""
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         scheme = "https" if self.config.is_ssl else "http"
-        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        return f"{scheme}://{Address(host, port)}"
 
     async def startup(self, sockets: list | None = None) -> None:
         for_files = most_connections(allow_many_files(), num_open_files())

@@ -22,6 +22,7 @@ import httpx
 
 from moe_lora.config import FrontEndConfig
 from moe_lora.config.cluster import read_cluster
+from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import CLUSTER_MARK, cluster_headers, folder_locked, host_name, state_folder
 
@@ -312,7 +313,7 @@ def _new_server(folder: Path, front_end: FrontEndConfig) -> _Server:
         raise ConfigError("front_end.port=0 has an unknown URL; give another port")
     scheme = "http" if front_end.tls_cert is None else "https"
     host = _ANY.get(front_end.host, front_end.host)
-    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{front_end.port}"
+    url = f"{scheme}://{Address(host, front_end.port)}"
     admin = front_end.admin_address
     with suppress(OSError), socket.create_connection((host, front_end.port), _STATUS_S):
         raise ConfigError(f"another server answers at {url}; give another front_end.port")
