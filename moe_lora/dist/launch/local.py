@@ -44,13 +44,16 @@ _ALL_ENDED = "each that ended is being started again; send the request again in 
 
 def checked(cluster: ClusterConfig) -> ClusterConfig:
     """Settings with devices, checked for one host.  Raises ConfigError."""
+    apart = [name for name in ("controllers", "leadership") if getattr(cluster, name)]
     for name, place in cluster.front_ends.items():
-        if place.admin_address is not None:
-            raise ConfigError(
-                f"front_ends.{name}.admin_address={place.admin_address} is one front end's, and all of this "
-                "host share theirs; give it in front_end, or start each role by itself (--role front-end)"
-            )
-
+        for one in ("host", "port", "admin_address"):
+            if getattr(place, one) not in (None, getattr(cluster.front_end, one)):
+                apart.append(f"front_ends.{name}.{one}")
+    if apart:
+        raise ConfigError(
+            f"{', '.join(apart)}: all front ends of one server have the addresses in front_end, and one "
+            "controller; leave the settings out, or start each role by itself (--role)"
+        )
     make_routes(cluster)
     check_instances(cluster)
     if cluster.engine.kv_events is not None:
