@@ -14,7 +14,7 @@ from moe_lora.config import FrontEndConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.address import parse_address
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.host import OwnFolder, run_folder
+from moe_lora.core.host import run_folder, socket_folder
 from moe_lora.core.processes import usable_cores
 from moe_lora.dist.cluster.controller.cluster_controller import ControlledFleet, controlled_fleet
 from moe_lora.dist.cluster.controller.routes import make_routes
@@ -89,7 +89,7 @@ async def local_instances(
     if router is not None:
         routes = replace(routes, router=router)
     with ExitStack() as stack:
-        folder = stack.enter_context(OwnFolder())
+        folder = stack.enter_context(socket_folder("engines"))
         if cluster.lora_server is None or cluster.front_end.prefill_instances:
             kept = stack.enter_context(run_folder(config.state_dir))
             config = replace(config, contents_dir=str(kept / "contents"))
@@ -226,7 +226,7 @@ async def local_lora_server(
     cluster = placed(cluster)
     config = cluster.engine
     with ExitStack() as stack:
-        folder = stack.enter_context(OwnFolder())
+        folder = stack.enter_context(socket_folder("lora-server.63"))
         kept = stack.enter_context(run_folder(config.state_dir))
         server = replace(given, address=f"{folder}/lora-server", store_dir=str(kept / "adapters"))
         # Check before the start of processes.
