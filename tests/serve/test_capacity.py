@@ -21,6 +21,7 @@ from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
 from moe_lora.core.records import ServerState
 from moe_lora.dist.cluster.controller import capacity_controller
 from moe_lora.dist.cluster.controller.capacity_controller import CapacityController
+from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.provision.online import DemandWindow
 from tests.patience import PATIENCE_S
 from tests.virtual_clock import VirtualClock
@@ -422,6 +423,11 @@ def leave(controller: CapacityController, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(capacity_controller, "LOOK_S", 0.01)
     counts = [2]
     controller.num_live = lambda: counts.pop() if counts else 1
+
+
+def test_instances_in_routing_are_counted(watched, controller, monkeypatch):
+    monkeypatch.setattr(InstanceRegistry, "live", ["instance-0", "instance-1"])
+    assert controller.num_live() == 2
 
 
 def test_a_restart_waits_for_no_instance_that_leaves_meanwhile(controller, paper, monkeypatch):

@@ -209,10 +209,9 @@ class Reception:
     """The owner's side: a port, and a thread per link."""
 
     def __init__(self, host: str, device: Any, timeout_s: float, place: Any) -> None:
-        family, listens_at = ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::"))[":" in host]
-        if host == "127.0.0.1":
-            listens_at = host
-        self._listener = socket.create_server((listens_at, 0), family=family, backlog=64)
+        family, every = ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::"))[":" in host]
+        listens_at = (host if host == "127.0.0.1" else every, 0)
+        self._listener = socket.create_server(listens_at, family=family, backlog=64)
         self.port = self._listener.getsockname()[1]
         self.tag = secrets.token_hex(_TAG_CHARS // 2)
         self._device, self._timeout_s, self._place = device, timeout_s, place

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 
 from anyio import current_time, fail_after
 
@@ -170,15 +171,7 @@ class CapacityController:
             f"{what} after limit_s={limit_s:g} not all of them are there with "
             "their links to the instances (GET /v1/lora_server: ranks, unlinked); their logs say why"
         )
-
-        def is_whole(state: ServerState) -> bool:
-            return state.is_whole and state.num_instances >= self._expected(num_instances, num_live)
-
-        return await self._until(is_whole, limit_s, problem)
-
-    def _expected(self, num_instances: int, num_live: int) -> int:
-        """Instances of the server, without those that left since num_live were in routing."""
-        return num_instances - max(0, num_live - self.num_live())
+        return await self._until(lambda one: one.is_whole, limit_s, problem, num_instances, num_live)
 
     async def _until_back(
         self, before: ServerState, server_rank: int, limit_s: float, num_live: int
@@ -187,28 +180,28 @@ class CapacityController:
             f"rank {server_rank} of the LoRA Server was ended and is not back, with the instances, after "
             f"limit_s={limit_s:g}; its log says why, and instances compute its part meanwhile"
         )
-
-        def is_back(state: ServerState) -> bool:
-            is_new = (
-                state.incarnation != before.incarnation
-                or state.ranks[server_rank] > before.ranks[server_rank]
-            )
-            is_linked = not state.unlinked[server_rank]
-            num_instances = self._expected(before.num_instances, num_live)
-            return is_new and all(state.ranks) and is_linked and state.num_instances >= num_instances
-
-        return await self._until(is_back, limit_s, problem)
+        is_back = partial(_is_back, before, server_rank)
+        return await self._until(is_back, limit_s, problem, before.num_instances, num_live)
 
     async def _until(
-        self, condition: Callable[[ServerState], bool], limit_s: float, problem: str
+        self,
+        condition: Callable[[ServerState], bool],
+        limit_s: float,
+        problem: str,
+        num_instances: int,
+        num_live: int,
     ) -> ServerState:
-        """The first state that fulfils the condition.  Raises LoraServerError(problem) after limit_s."""
+        """The first state that fulfils the condition, with all instances but those that left the live.
+
+        Raises LoraServerError(problem) after limit_s.
+        """
         try:
             with fail_after(limit_s):
                 while True:
                     with suppress(LoraServerError):
                         state = await asyncio.to_thread(self._admin.state)
-                        if condition(state):
+                        num_gone = max(0, num_live - self.num_live())
+                        if condition(state) and state.num_instances >= num_instances - num_gone:
                             return state
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
@@ -250,6 +243,11 @@ class CapacityController:
             await self.resize(wanted)
         except (CapacityError, LoraServerError) as error:
             logger.warning("the LoRA Server's capacity stays %d: %s", state.capacity, error)
+
+
+def _is_back(before: ServerState, server_rank: int, state: ServerState) -> bool:
+    is_new = state.incarnation != before.incarnation or state.ranks[server_rank] > before.ranks[server_rank]
+    return is_new and all(state.ranks) and not state.unlinked[server_rank]
 
 
 def make_capacity_controller(cluster: ClusterConfig, client: EngineClient) -> CapacityController:
