@@ -100,10 +100,7 @@ def _both_simulators(
 
 
 def _latency_lines(found: Sequence[Latencies]) -> list[str]:
-    columns = (
-        *("P50 TTFT", "P95 TTFT", "P99 TTFT", "mean TPOT", "P95 TPOT"),
-        *("within SLOs", "prefix hits"),
-    )
+    columns = "P50 TTFT", "P95 TTFT", "P99 TTFT", "mean TPOT", "P95 TPOT", "within SLOs", "prefix hits"
     lines = [f"{'simulator':<20}" + "".join(name.rjust(13) for name in columns)]
     for one in found:
         ttft = (_seconds(value, ".3f") for value in (one.p50_ttft_s, one.p95_ttft_s, one.p99_ttft_s))
@@ -306,13 +303,6 @@ def _gpus(number: int) -> str:
     return f"{number} GPU" if number == 1 else f"{number} GPUs"
 
 
-def _beside_weights(plan: Plan) -> dict[str, Any]:
-    return {
-        "max_loras": plan.slots,
-        "lora_memory_gb": round(plan.memory_gb_per_rank * 1.001 + 0.0005, 3),
-    }
-
-
 def _kv(plan: Plan) -> dict[str, Any]:
     """One size for both kinds beside a LoRA Server: prompt instances have adapters in it."""
     if plan.prefill_slots:
@@ -330,7 +320,7 @@ def plan_yaml(
     engine: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """cluster.yaml of the plan, for `moe-lora serve --config`.  model_dir: None writes a placeholder."""
-    tokens = plan.max_num_batched_tokens
+    tokens, lora_gb = plan.max_num_batched_tokens, round(plan.memory_gb_per_rank * 1.001 + 0.0005, 3)
     content: dict[str, Any] = {
         "model_dir": model_dir or PLACEHOLDER_DIR,
         **({"adapters": dict(adapters)} if adapters else {}),
@@ -341,7 +331,7 @@ def plan_yaml(
             "num_instances": plan.instances,
             **_kv(plan),
             **({"max_model_len": plan.max_model_len} if plan.max_model_len else {}),
-            **(_beside_weights(plan) if plan.kind == "coupled" else {}),
+            **({"max_loras": plan.slots, "lora_memory_gb": lora_gb} if plan.kind == "coupled" else {}),
             **engine,
         },
     }

@@ -186,8 +186,9 @@ class VllmWords:
         """The table's row for a name, and True for an off flag."""
         if name in self._own and name not in self._table:
             return None, False
-        if name.startswith("--no-") and self._is_flag("--" + name[5:]):
-            return self._table["--" + name[5:]], True
+        positive = self._table.get("--" + name[5:]) if name.startswith("--no-") else None
+        if positive is not None and positive.takes == "flag":
+            return positive, True
         for known in (name, name.partition(".")[0]):
             if known in self._table:
                 return self._table[known], False
@@ -196,9 +197,6 @@ class VllmWords:
         # As in argparse, an unambiguous start is enough.
         starts = [one for one in {*self._table, *self._own} if one.startswith(name)]
         return (self._table.get(starts[0]), False) if len(starts) == 1 else (None, False)
-
-    def _is_flag(self, name: str) -> bool:
-        return name in self._table and self._table[name].takes == "flag"
 
     def _pass_on(self, word: str, name: str, equals: str, value: str) -> None:
         """Copy a word outside the table; `_given` notes single values."""

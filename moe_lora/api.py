@@ -260,7 +260,7 @@ class _Engine:
         source: a PEFT directory, or a state dict with `config`: the fields of adapter_config.json, or
         PEFT's LoraConfig.  Only LoRA tensors of a state dict are used, and copied, so training may
         continue.  Running requests finish on their version.  Returns once new requests use the new version.
-        Raises AdapterError.
+        Raises AdapterError; BusyError while requests hold a pinned adapter's only slot.
         """
         _check_name(name)
         if isinstance(source, Mapping):

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,8 @@ class AdapterContents:
         self.dtype = dtype
         self._served: dict[str, list[str]] = {}
         """Name -> content hashes of the last two versions, to undo a refused load."""
+        self._new: set[str] = set()
+        """Content hashes that a load wrote, until served or refused."""
         self._lock = threading.Lock()
         self.delete: Callable[[str], None] | None = None if store is None else store.remove
         """Called with content hashes that no name here uses."""
@@ -124,8 +128,14 @@ class AdapterContents:
                 f"{packed.content_hash[:12]}); load it again with load_inplace=true"
             )
         if self.store is not None:
+            if time.time() >= self.store.sweep_s:
+                with self._lock:
+                    served = {*chain.from_iterable(self._served.values())}
+                self.store.remove_unused(served)
             try:
-                if not self.store.put(packed) and self._kept(name, packed.content_hash) is None:
+                if self.store.put(packed):
+                    self._new.add(packed.content_hash)
+                elif self._kept(name, packed.content_hash) is None:
                     self.store.put(packed)
             except StorageError as error:
                 if must_keep:
@@ -165,6 +175,7 @@ class AdapterContents:
     def serve(self, name: str, hash_now: str) -> None:
         """Record a new version's content; drops the version before the last."""
         with self._lock:
+            self._new.discard(hash_now)
             before = self._served.get(name, [])
             if before[-1:] != [hash_now]:
                 self._served[name] = [*before[-1:], hash_now]
@@ -179,7 +190,15 @@ class AdapterContents:
     def is_served(self, content_hash: str) -> bool:
         """True if a name may return to the content."""
         with self._lock:
-            return any(content_hash in hashes for hashes in self._served.values())
+            return content_hash in chain.from_iterable(self._served.values())
+
+    def discard(self, content_hash: str) -> None:
+        """Drop a refused load's content, if that load wrote the content and no name uses it."""
+        with self._lock:
+            if content_hash in self._new:
+                self._new.remove(content_hash)
+                if self._computed_by != "lora_server":  # whose leader drops unused contents
+                    self._remove([content_hash])
 
     def _composed(self, name: str, path: str) -> PackedAdapter:
         """The weighted sum at `path`."""
@@ -214,8 +233,7 @@ class AdapterContents:
     def _remove(self, hashes: Sequence[str]) -> None:
         if self.delete is None:
             return
-        used = {one for hashes_of_name in self._served.values() for one in hashes_of_name}
-        for one in set(hashes) - used:
+        for one in {*hashes}.difference(*self._served.values()):
             self.delete(one)
 
     def _kept(self, name: str, expected: str) -> PackedAdapter | None:

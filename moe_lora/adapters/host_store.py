@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _SUFFIX, _PARTIAL = ".packed.safetensors", "partial-"
 _PARTS = ("data", "table", "scale")
+_SWEEP_S, _KEPT_S = 3600.0, 24 * 3600.0
 
 
 class HostStore:
@@ -41,6 +43,8 @@ class HostStore:
         sweep_folders(self.directory, _PARTIAL)
         self._mapped: WeakValueDictionary[str, PackedAdapter] = WeakValueDictionary()
         """Adapters in use: a removed file stays mapped."""
+        self.sweep_s = time.time() + _SWEEP_S
+        """Time of the next `remove_unused`: by then a returned instance has its adapters."""
 
     def path(self, content_hash: str) -> Path:
         """Path of this hash, present or not."""
@@ -73,7 +77,8 @@ class HostStore:
     def put(self, packed: PackedAdapter) -> bool:
         """Write the adapter; False if present, unread.  Raises StorageError."""
         path = self.path(packed.content_hash)
-        if path.exists():
+        with suppress(OSError):  # absent
+            os.utime(path)
             return False
         tensors = {
             f"{number}.{part}": getattr(layer, part)
@@ -95,6 +100,8 @@ class HostStore:
 
         Raises StorageError; errors of `blocks` pass.
         """
+        if time.time() >= self.sweep_s:
+            self.remove_unused()
         with self._appearing(self.path(content_hash)) as partial:
             for block in blocks:
                 with self._explained(), partial.open("ab") as file:
@@ -132,6 +139,8 @@ class HostStore:
         Raises AdapterError; StorageError if the process can't map it now.
         """
         path = self.path(content_hash)
+        with suppress(OSError):  # absent
+            os.utime(path)
         mapped = self._mapped.get(content_hash)
         if mapped is not None and not path.exists():
             return replace(mapped, name=name)
@@ -161,6 +170,17 @@ class HostStore:
             self.path(content_hash).unlink(missing_ok=True)
         except OSError as error:
             logger.error("a packed adapter stays on this host: %s", error)
+
+    def remove_unused(self, used: Iterable[str] = ()) -> None:
+        """Delete files that no process used within a day.  used: content hashes used now."""
+        now_s, kept = time.time(), {self.path(one) for one in used}
+        self.sweep_s = now_s + _SWEEP_S
+        for path in self.directory.glob(f"*{_SUFFIX}"):
+            with suppress(OSError):  # removed meanwhile
+                if path in kept:
+                    os.utime(path)
+                elif path.stat().st_mtime < now_s - _KEPT_S:
+                    path.unlink()
 
 
 _TABLE, _SCALE = torch.int64, torch.float32

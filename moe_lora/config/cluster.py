@@ -289,8 +289,7 @@ class ClusterConfig:
                 raise ConfigError(f"lora_server.{setting} is needed between hosts, such as {example}")
         if self.certificates is None and not self.lora_server.address.startswith("/"):
             raise needs_keys("lora_server.address", self.lora_server.address)
-        server = replace(self.lora_server, certificates=self.certificates)
-        return replace(engine, lora_server=server)
+        return replace(engine, lora_server=replace(self.lora_server, certificates=self.certificates))
 
     def lora_server_rank(self, local_rank: int) -> EngineConfig:
         """Settings of an instance as a rank of the LoRA Server reads them, with its own device of `devices`.
@@ -319,10 +318,8 @@ class ClusterConfig:
         Raises ConfigError for a name that is not in the file.
         """
         if name in self.front_ends:
-            given = {
-                setting: value for setting, value in vars(self.front_ends[name]).items() if value is not None
-            }
-            return replace(self.front_end, **given)
+            given = vars(self.front_ends[name]).items()
+            return replace(self.front_end, **{key: value for key, value in given if value is not None})
         if self.front_ends or name != ONE_FRONT_END:
             names = ", ".join(self.front_ends or (ONE_FRONT_END,))
             raise ConfigError(f"front_ends has none named {name!r}; give one of {names}, or add it")
@@ -443,21 +440,19 @@ def cluster_of(content: Any, folder: Path, *, scales: bool = False) -> ClusterCo
         certificates=str(folder / text_of("certificates", given["certificates"]))
         if "certificates" in given
         else None,
-        front_ends={
-            _name("front_ends", name): FrontEndPlace(
-                **_section(FrontEndPlace, f"front_ends.{name}", place, folder)
-            )
-            for name, place in mapping_of("front_ends", given.get("front_ends")).items()
-        },
-        controllers={
-            _name(CONTROLLERS, name): ControllerConfig(
-                **_section(ControllerConfig, f"{CONTROLLERS}.{name}", place, folder)
-            )
-            for name, place in mapping_of(CONTROLLERS, given.get(CONTROLLERS)).items()
-        },
+        front_ends=_by_name(FrontEndPlace, "front_ends", given, folder),
+        controllers=_by_name(ControllerConfig, CONTROLLERS, given, folder),
         devices=read_devices(given.get("devices")),
         **{name: SECTIONS[name](**values) for name, values in found.items()},
     )
+
+
+def _by_name(kind: Any, section: str, given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Settings of each role in a section of the file.  Raises ConfigError."""
+    return {
+        _name(section, name): kind(**_section(kind, f"{section}.{name}", place, folder))
+        for name, place in mapping_of(section, given.get(section)).items()
+    }
 
 
 def _adapter_place(text: str, folder: Path) -> str:

@@ -45,6 +45,8 @@ def name_problem(name: str) -> str | None:
         return "is empty; give the name that requests will use as model"
     if len(name) > MAX_ADAPTER_NAME_CHARS or not name.isprintable() or "," in name:
         return f"must be at most {MAX_ADAPTER_NAME_CHARS} printable characters without commas"
+    if name.startswith(COMPOSED):
+        return f"starts with {COMPOSED!r}, as names of weighted sums do; choose another"
     return None
 
 
@@ -235,12 +237,9 @@ class SamplingParams:
         least, most = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
         in_range = least <= self.repetition_penalty <= most
         self._check("repetition_penalty", in_range, f"between {least:g} and {most:g}")
-        biases = (self.logit_bias or {}).values()
-        if not all(abs(bias) <= MAX_LOGIT_BIAS for bias in biases):
-            wrong = next(bias for bias in biases if not abs(bias) <= MAX_LOGIT_BIAS)
-            raise ValueError(
-                f"logit_bias has {wrong!r}; a bias must be between -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}"
-            )
+        if wrong := [bias for bias in (self.logit_bias or {}).values() if not abs(bias) <= MAX_LOGIT_BIAS]:
+            limit = f"{MAX_LOGIT_BIAS:g}"
+            raise ValueError(f"logit_bias has {wrong[0]!r}; a bias must be between -{limit} and {limit}")
         self._check("allowed_token_ids", self.allowed_token_ids != (), "at least one token id")
         self._check("bad_words", all(self.bad_words), "non-empty strings")
         self._check("bad_word_ids", all(self.bad_word_ids), "non-empty lists of token ids")
@@ -560,12 +559,12 @@ class InstanceStats:
     index: int
     name: str
     live: bool
-    num_running: int
-    num_waiting: int
-    kv_usage: float
-    outstanding_tokens: int
-    num_restarts: int
-    num_resent: int
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    outstanding_tokens: int = 0
+    num_restarts: int = 0
+    num_resent: int = 0
     silent: bool = False
     drained: bool = False
     pool_adapters: int = 0

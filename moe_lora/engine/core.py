@@ -14,7 +14,7 @@ import torch
 
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.cache.orders import Readiness
-from moe_lora.core.errors import AdapterVersionError, CapacityError, EngineDeadError
+from moe_lora.core.errors import AdapterVersionError, CapacityError, EngineDeadError, MoeLoraError
 from moe_lora.core.request import (
     STEP_BUCKETS,
     AdapterInfo,
@@ -430,7 +430,12 @@ class EngineCore:
     def read_adapter(self, name: str, path: str, content_hash: str | None = None) -> PackedAdapter:
         """Read an adapter's files, in any thread."""
         with nullcontext() if self._notes is None else self._notes.load(name):
-            return self.adapters.store.prepare(self.adapters.contents.read(name, path, content_hash))
+            packed = self.adapters.contents.read(name, path, content_hash)
+            try:
+                return self.adapters.store.prepare(packed)
+            except MoeLoraError:
+                self.adapters.contents.discard(packed.content_hash)
+                raise
 
     def pack_adapter(self, name: str, tensors: Mapping[str, torch.Tensor], config: Any) -> PackedAdapter:
         """As `read_adapter`, from tensors in memory."""

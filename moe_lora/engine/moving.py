@@ -31,7 +31,6 @@ from moe_lora.kernels.operands import KvLayout
 from moe_lora.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from moe_lora.dist.transport.contract import Transport
     from moe_lora.engine.ranks.rank import Rank
 
     from .prompt_kv import Prompts

@@ -299,15 +299,13 @@ class PoolVerbs:
         self, facts: AdapterFacts, path: str, replace: bool, version: int, sources: Sources
     ) -> PoolEntry:
         """Serve an adapter with bytes at other instances."""
+        self._pool.set_sources(facts.content_hash, sources)  # a pinned adapter's load starts at once
         self._core.add_adapter(self._pool.stand_in(facts), path, replace=replace, version=version)
-        self._pool.set_sources(facts.content_hash, sources)
         return self._pool.entry(*self._core.known_adapter(facts.name))
 
     @verb
     def pool_hold(self, content_hash: str, sources: Sources) -> Steps[bytes | None]:
-        """Hold a known adapter; returns the descriptor for peers."""
-        if not self._pool.knows(content_hash):
-            raise AdapterNotFoundError(f"no adapter of content {content_hash} is loaded")
+        """Hold a known adapter; returns the descriptor for peers.  Raises AdapterNotFoundError."""
         held = (yield self._files.submit(self._pool.fetch_held, content_hash, sources)).result()
         if not self._pool.knows(content_hash):
             held.window.free()

@@ -4,20 +4,23 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .publisher import NoAnswerError, Publisher, adapter_config, adapter_tensors
+from .publisher import BusyServerError, NoAnswerError, Publisher, adapter_config, adapter_tensors
 
 logger = logging.getLogger(__name__)
+BUSY_S, PAUSE_S = 300.0, 2.0
+"""Limit of the wait for a busy server, and the pause between two attempts."""
 
 
 class PublishEachEpoch(TrainerCallback):
     """Publishes the PEFT model's adapter after each epoch and after training.
 
-    Without an answer after an epoch, training goes on.  A refusal, and no answer before or after training,
-    raise AdapterError.
+    Waits while the server is busy.  Without an answer after an epoch, training goes on.  A refusal, and no
+    answer before or after training, raise AdapterError.
     versions: published, in order.
     """
 
@@ -59,6 +62,12 @@ class PublishEachEpoch(TrainerCallback):
             tensors = adapter_tensors(model, self._adapter)
             if state.is_world_process_zero:
                 self._unsent = tensors, adapter_config(model, self._adapter)
-        if self._unsent is not None:
-            self.versions.append(self._publisher.publish(*self._unsent))
-            self._unsent = None
+        end_s = time.monotonic() + BUSY_S
+        while self._unsent is not None:
+            try:
+                self.versions.append(self._publisher.publish(*self._unsent))
+                self._unsent = None
+            except BusyServerError:
+                if time.monotonic() >= end_s:
+                    raise
+                time.sleep(PAUSE_S)

@@ -15,6 +15,7 @@ from urllib.parse import quote
 import httpx
 from safetensors.torch import save, save_file
 
+from moe_lora.adapters.peft.reader import check_dense
 from moe_lora.core.errors import AdapterError
 from moe_lora.report.load_client import base_url
 
@@ -41,10 +42,12 @@ def adapter_tensors(model: PeftModel, adapter: str = "default") -> dict[str, Ten
 
 
 def whole_tensors(tensors: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
-    """Tensors in host memory, without shared memory; gathers sharded tensors."""
+    """Tensors in host memory, without shared memory; gathers sharded tensors.  Raises AdapterError."""
     found, storages = dict[str, Any](), set[int]()
     for key, one in tensors:
-        whole = (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().cpu().contiguous()
+        whole = (one.full_tensor() if hasattr(one, "full_tensor") else one).detach()
+        check_dense(key, whole)
+        whole = whole.cpu().contiguous()
         storage = whole.untyped_storage().data_ptr()
         found[key] = whole.clone() if storage in storages else whole
         storages.add(storage)
@@ -61,11 +64,15 @@ class NoAnswerError(AdapterError):
     """The server is away or failed: a later call may succeed."""
 
 
+class BusyServerError(NoAnswerError):
+    """The server can't serve the version yet, as while requests hold a pinned adapter's slot."""
+
+
 class Publisher:
     """Publishes versions of one name.
 
-    api_key: of an administrator.  shared: a folder of shared memory on the server's host, as /dev/shm; None:
-    tensors go over HTTP.
+    api_key: of an administrator.  shared: a folder of shared memory on the server's host, as /dev/shm, where
+    every user of the host may read a version under publication; None: tensors go over HTTP.
     """
 
     def __init__(
@@ -100,10 +107,13 @@ class Publisher:
         return version
 
     def _publish_shared(self, tensors: dict[str, Tensor], config: str, shared: str | Path) -> int:
-        """The server copies the files before its checks."""
+        """The server, maybe of another user, copies the files before its checks."""
         with TemporaryDirectory(dir=shared, prefix="moe_lora-published-") as folder:
             Path(folder, "adapter_config.json").write_text(config, encoding="utf-8")
             save_file(tensors, Path(folder, "adapter_model.safetensors"))
+            for file in Path(folder).iterdir():
+                file.chmod(0o644)
+            Path(folder).chmod(0o755)
             return self._load("/load_lora_adapter", {"lora_name": self.name, "lora_path": folder})
 
     def _load(self, path: str, body: dict[str, Any]) -> int:
@@ -135,7 +145,8 @@ class Publisher:
             reason = found["error"]["message"]
         except (ValueError, KeyError, TypeError):
             reason = f"status {answer.status_code}: {answer.text[:300]}"
-        kind = NoAnswerError if answer.is_server_error else AdapterError
+        failed = BusyServerError if "retry-after" in answer.headers else NoAnswerError
+        kind = failed if answer.is_server_error else AdapterError
         raise kind(f"the server at {self._http.base_url} did not accept {self.name!r}: {reason}")
 
 

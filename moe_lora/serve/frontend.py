@@ -153,7 +153,7 @@ class AdapterTexts:
         if adapter is None or not may_use:
             return tokenizer
         version = adapter.path, adapter.version
-        found = with_adapter_text(tokenizer, *version, self.root)
+        found = with_adapter_text(tokenizer, *version, self.root, name)
         if found is tokenizer and self.used.get(name) == version:
             raise ConfigError("they are gone from its folder; load the adapter again")
         if found is not tokenizer and self.used.get(name) != version:

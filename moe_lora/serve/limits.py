@@ -293,7 +293,7 @@ async def body_of(request: Request, limits: Limits, most_bytes: int) -> AsyncIte
         limits.bodies.give_back(client, taken)
 
 
-def bounded_route(limits: Limits, most_bytes: int = SMALL_BODY_BYTES) -> type[APIRoute]:
+def bounded_route(limits: Limits) -> type[APIRoute]:
     """Routes with limited bodies."""
 
     class BoundedRoute(APIRoute):
@@ -303,7 +303,7 @@ def bounded_route(limits: Limits, most_bytes: int = SMALL_BODY_BYTES) -> type[AP
                 return handle
 
             async def bounded(request: Request) -> Response:
-                async with body_of(request, limits, most_bytes) as body:
+                async with body_of(request, limits, SMALL_BODY_BYTES) as body:
                     pieces = [bytes(body)]
 
                 async def receive() -> Message:

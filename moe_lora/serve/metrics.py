@@ -27,6 +27,7 @@ REQUEST_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 30
 WAIT_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160)
 QUEUE_REFUSALS = ("queue", "client_queue", "queue_time")
 PREEMPTION_BUCKETS = (0, 1, 2, 3, 5, 10, 20, 50, 100)
+SIZE_BUCKETS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 HISTOGRAMS = {
     "ttft": ("vllm:time_to_first_token_seconds", "TTFT.", WAIT_BUCKETS_S),
     "e2e": ("vllm:e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS_S),
@@ -51,15 +52,12 @@ HISTOGRAMS = {
         "Queueing, adapter load and first decode step; prefill excluded.",
         WAIT_BUCKETS_S,
     ),
+    "prompt_tokens": ("vllm:request_prompt_tokens", "Prompt tokens of a request.", SIZE_BUCKETS),
+    "generation_tokens": ("vllm:request_generation_tokens", "Tokens of an answer.", SIZE_BUCKETS),
+    "most_tokens": ("vllm:request_max_num_generation_tokens", "As request_generation_tokens.", SIZE_BUCKETS),
+    "max_tokens": ("vllm:request_params_max_tokens", "max_tokens of a request that has it.", SIZE_BUCKETS),
+    "num_choices": ("vllm:request_params_n", "n of the request, for each of its answers.", SIZE_BUCKETS),
 }
-SIZES = {
-    "prompt_tokens": ("vllm:request_prompt_tokens", "Prompt tokens of a request."),
-    "generation_tokens": ("vllm:request_generation_tokens", "Tokens of an answer."),
-    "most_tokens": ("vllm:request_max_num_generation_tokens", "As request_generation_tokens."),
-    "max_tokens": ("vllm:request_params_max_tokens", "max_tokens of a request that has it."),
-    "num_choices": ("vllm:request_params_n", "n of the request, for each of its answers."),
-}
-SIZE_BUCKETS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 TIMINGS = ("queue_s", "prefill_s", "adapter_load_s", "kv_load_s", "decode_ttft_s", "num_preemptions")
 """`RequestTiming` fields with a histogram."""
 GAP_NAMES = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
@@ -110,12 +108,6 @@ class Metrics:
             )
             for key, (name, text, buckets) in HISTOGRAMS.items()
         }
-        self.sizes = {
-            key: Histogram(name, text, labels[:1], buckets=SIZE_BUCKETS, registry=self._registry).labels(
-                model_name
-            )
-            for key, (name, text) in SIZES.items()
-        }
         if limit := cluster.front_end.metrics_by_name:
             self.by_adapter = CountsByName("adapter", limit, WAIT_BUCKETS_S, fixed=[model_name])
             self.by_tenant = CountsByName("tenant", limit, WAIT_BUCKETS_S)
@@ -159,9 +151,8 @@ class Metrics:
         from . import metric_families as families
 
         name = self.model_name
-        yield from families.engine_families(
-            name, self.stats, self.info.max_loras if self.info is not None else 0
-        )
+        max_loras = 0 if self.info is None else self.info.max_loras
+        yield from families.engine_families(name, self.stats, max_loras)
         yield families.cache_config_family(name, self._cluster.engine, self.info)
         yield families.loaded_family(self.adapters or (), self._cluster.front_end.metrics_by_name)
         for counts in (self.by_adapter, self.by_tenant):
@@ -263,13 +254,12 @@ class RequestWatch:
                 histograms["tpot"].observe((self._last_s - self._first_s) / (self._num_tokens - 1))
             if timing is not None:
                 histograms["inference_s"].observe(self._last_s - self._arrival_s - timing.queue_s)
-            sizes = self._metrics.sizes
-            sizes["prompt_tokens"].observe(self._prompt_tokens)
-            sizes["generation_tokens"].observe(self._num_tokens)
-            sizes["most_tokens"].observe(self._num_tokens)
-            sizes["num_choices"].observe(self._num_choices)
+            histograms["prompt_tokens"].observe(self._prompt_tokens)
+            histograms["generation_tokens"].observe(self._num_tokens)
+            histograms["most_tokens"].observe(self._num_tokens)
+            histograms["num_choices"].observe(self._num_choices)
             if self._max_tokens is not None:
-                sizes["max_tokens"].observe(self._max_tokens)
+                histograms["max_tokens"].observe(self._max_tokens)
         if timing is not None:
             for name in TIMINGS:
                 histograms[name].observe(getattr(timing, name))

@@ -353,6 +353,8 @@ def test_adapter_that_cannot_be_served_is_refused(llm, tmp_path):
         llm.publish_adapter("broken", str(tmp_path))
     with pytest.raises(ValueError, match="config is missing"):
         llm.publish_adapter("broken", {})
+    with pytest.raises(AdapterError, match="starts with 'composed:', as names of weighted sums do"):
+        llm.publish_adapter("composed:x", DEMO / "adapters" / "upper")
 
 
 def test_async_engine_streams_many_requests_at_once():

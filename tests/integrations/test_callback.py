@@ -204,6 +204,24 @@ def test_a_refusal_ends_the_training_at_once(tmp_path: Path, monkeypatch: pytest
         callback.on_epoch_end(None, TrainerState(global_step=2), control, model=None)
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_busy_server_is_waited_for(is_last: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callback_module, "PAUSE_S", 0.0)
+    busy = [httpx.Response(503, headers={"Retry-After": "5"}) for _ in range(3)]
+    answers = [httpx.Response(200, json={"version": "1"}), *busy[:2]]
+    answers.append(httpx.Response(200, json={"id": "tuned", "version": 4}))
+    callback, control = started(answers, tmp_path, monkeypatch), TrainerControl()
+    end = callback.on_train_end if is_last else callback.on_epoch_end
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    end(args, TrainerState(global_step=1), control, model=None)
+    assert callback.versions == [4]
+    monkeypatch.setattr(callback_module, "BUSY_S", 0.0)
+    answers.append(busy[2])
+    if not is_last:
+        end(args, TrainerState(global_step=2), control, model=None)
+        assert callback.versions == [4], "it goes on in the end"
+
+
 @pytest.mark.parametrize(
     "answer",
     [httpx.Response(404, json={"detail": "Not Found"}), httpx.Response(502), httpx.Response(200, text="hi")],

@@ -70,6 +70,31 @@ def test_tensors_that_share_memory_are_published(is_shared: bool, tmp_path: Path
         }
 
 
+def test_a_server_of_another_user_may_read_shared_files(tmp_path: Path) -> None:
+    modes = dict[str, int]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        [folder] = tmp_path.iterdir()
+        for name, one in {"folder": folder, **{one.name: one for one in folder.iterdir()}}.items():
+            modes[name] = one.stat().st_mode & 0o777
+        return httpx.Response(200, json={"adapters": {"x": 1}})
+
+    publisher = Publisher("http://server", "x", shared=tmp_path)
+    publisher._http = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
+    usual = os.umask(0o077)
+    try:
+        publisher._publish_shared({"a": torch.ones(1)}, "{}", tmp_path)
+    finally:
+        os.umask(usual)
+    assert modes == {"folder": 0o755, "adapter_config.json": 0o644, "adapter_model.safetensors": 0o644}
+
+
+@pytest.mark.parametrize("tensor", [torch.empty(2, device="meta"), torch.eye(2).to_sparse()])
+def test_tensors_without_values_and_sparse_ones_are_refused(tensor: torch.Tensor) -> None:
+    with pytest.raises(AdapterError, match=r"a: a tensor .*; give dense tensors with values"):
+        Publisher("http://server", "x").publish({"a": tensor}, {})
+
+
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [

@@ -45,3 +45,31 @@ def test_the_log_says_what_is_used_at_load_and_at_start(tmp_path, folder, option
             line = f"adapter {name}: its folder has a chat template: {effect}"
             wait_until(lambda line=line: line in log.read_text(), line)
             assert log.read_text().count(line) == 1
+
+
+def test_a_changed_template_is_used_by_a_second_name_and_after_a_load_in_place(tmp_path, folder):
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    with demo_server(tmp_path / "log", "--eager", "--adapter-chat-template") as server:
+
+        def load(name: str) -> None:
+            body = {"lora_name": name, "lora_path": str(folder)}
+            assert httpx.post(f"{server.url}/load_lora_adapter", json=body).status_code == 200
+
+        def answer(name: str) -> str:
+            response = httpx.post(f"{server.url}/v1/chat/completions", json={**CHAT, "model": name})
+            return response.json()["choices"][0]["message"]["content"]
+
+        load("own")
+        assert answer("own") == "XYZ"
+        config["chat_template"] = "{{ bos_token }}abd="
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        load("second")
+        assert (answer("own"), answer("second")) == ("XYZ", "ABD")
+        for _ in range(2):
+            load("own")
+        assert answer("own") == "ABD"
+        (folder / "chat_template.jinja").write_text("{{ bos_token }}xyz=")
+        load("own")
+        assert answer("own") == "XYZ"
+        cards = httpx.get(f"{server.url}/v1/adapters").json()["data"]
+        assert {card["id"]: card["version"] for card in cards} == {"own": 3, "second": 1}

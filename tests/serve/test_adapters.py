@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import Mock
 
 import pytest
 
+from moe_lora.core.errors import BusyError
 from moe_lora.serve.admin import adapter_routes
 from moe_lora.serve.server import create_app
 from tests.patience import PATIENCE_S
@@ -19,6 +24,7 @@ from .conftest import as_served, frontend_of
 from .live_server import ServerThread
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+NOBODY = 65534
 
 
 @pytest.fixture
@@ -108,6 +114,7 @@ def test_the_base_models_name_is_taken(server, adapter_dir):
         {"lora_name": "a,b", "lora_path": "x"},
         {"lora_name": "a\n", "lora_path": "x"},
         {"lora_name": "a" * 300, "lora_path": "x"},
+        {"lora_name": "composed:x", "lora_path": "x"},
         {"lora_name": 5, "lora_path": "x"},
         {"lora_name": "x", "lora_path": "x", "load_inplace": "yes"},
         {"lora_name": "x", "lora_path": "x", "load_inplce": True},
@@ -123,6 +130,25 @@ def test_bad_fields_are_400(server, body):
 @pytest.mark.parametrize("path", ["no/such/dir", "a\0b", "x" * 5000, "/"])
 def test_missing_files_are_404(server, path):
     assert "adapter" in error_of(server.post(LOAD, {"lora_name": "new", "lora_path": path}), 404)
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444, 0o333])
+def test_a_folder_that_the_servers_user_may_not_read_is_400(server, mode):
+    with TemporaryDirectory() as parent:
+        Path(parent).chmod(0o755)
+        folder = Path(parent, "adapter")
+        folder.mkdir()
+        if is_root := os.geteuid() == 0:
+            os.chown(folder, NOBODY, NOBODY)
+            os.seteuid(NOBODY)
+        try:
+            folder.chmod(mode)
+            message = error_of(server.post(LOAD, {"lora_name": "new", "lora_path": str(folder)}), 400)
+        finally:
+            folder.chmod(0o755)
+            if is_root:
+                os.seteuid(0)
+    assert "can't be read (Permission denied); let the server's user read the folder" in message
 
 
 def test_an_invalid_adapter_is_400_with_the_reason(server, tmp_path):
@@ -152,6 +178,7 @@ def test_unloading_what_is_not_there_is_404(server):
     assert "nobody" in error_of(server.post(UNLOAD, {"lora_name": "nobody"}), 404)
     error_of(server.post(UNLOAD, {"lora_name": "base"}), 404)
     error_of(server.post(UNLOAD, {"lora_name": ""}), 400)
+    error_of(server.post(UNLOAD, {"lora_name": "composed:x"}), 404)  # a sum may be unloaded
 
 
 def test_adapters_are_listed_with_what_they_take_and_pinned_by_name(server, engine):
@@ -174,6 +201,14 @@ def test_pins_that_leave_no_room_and_unknown_names_are_refused(server, adapter_d
     assert server.post(LOAD, {"lora_name": "a/b", "lora_path": adapter_dir}).status_code == 200
     assert server.post("/v1/adapters/a/b/pin", {}).status_code == 200
     assert "raise arena_mb" in error_of(server.post("/v1/adapters/shout/pin", {}), 400)
+
+
+def test_a_pin_that_must_wait_is_503_and_loads_nothing(server, engine, adapter_dir, monkeypatch):
+    monkeypatch.setattr(engine, "_pin_adapter", Mock(side_effect=BusyError("a former version has the slot")))
+    response = server.post(LOAD, {"lora_name": "new", "lora_path": adapter_dir, "pinned": True})
+    assert "former version" in error_of(response, 503)
+    assert response.headers["retry-after"] == "5"
+    assert "new" not in names(server)
 
 
 def test_files_of_a_limited_number_of_names_are_known(engine, tokenizer, adapter_dir, monkeypatch):

@@ -47,13 +47,16 @@ def read_config(folder: Path) -> AdapterConfig:
 def adapter_folder(path: str, name: str) -> str:
     """An adapter's folder: `path`, or the subfolder of a PEFT adapter not called "default".
 
-    Raises AdapterError for several subfolders without `name`, another tool's folder, or a name that is no
-    UTF-8.
+    Raises AdapterError for several subfolders without `name`, another tool's folder, a name that is no
+    UTF-8, or a missing permission.
     """
     if os.path.isfile(os.path.join(path, CONFIG_FILE)):
         return path
     try:
+        os.stat(os.path.join(path, os.curdir))  # fails without the permission to search
         entries = sorted(os.listdir(path))
+    except PermissionError as error:
+        raise unreadable(path, error) from error
     except (OSError, ValueError):
         return path
     below = [entry for entry in entries if os.path.isfile(os.path.join(path, entry, CONFIG_FILE))]
@@ -132,7 +135,10 @@ def unreadable(name: str, error: OSError) -> AdapterError | StorageError:
         what = f"can't be read now: {error.strerror}; raise the limit of the server with ulimit -n"
         return StorageError(f"{name}: {what}")
     why = error.strerror or error
-    return AdapterError(f"{name}: can't be read ({why}); load it again once its files are whole")
+    way_out = "load it again once its files are whole"
+    if isinstance(error, PermissionError):
+        way_out = "let the server's user read the folder and its files"
+    return AdapterError(f"{name}: can't be read ({why}); {way_out}")
 
 
 def max_rank(config: AdapterConfig, keys: Iterable[str]) -> int:

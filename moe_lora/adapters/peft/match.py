@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_lora.core.errors import AdapterError, shown
 from moe_lora.core.shape import ModelShape, rank_problem
+from moe_lora.core.wrong_files import listed
 
 from .base import base_copies, one_place, quantised_base
 from .config import AdapterConfig, has_suffix, suffixes
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from .columns import ColumnSource
     from .replaced import ReplacedRows
 
-_MAX_SHOWN_NAMES = 10
 _ACTIVATED = {
     *("qkv", "o", "output_gate", "dense_gate_up", "dense_down", "q", "q_a", "q_b", "kv_a"),
     *("global_qkv", "global_qk", "global_o", "delta_qkvz", "delta_ba", "delta_out"),
@@ -352,12 +352,9 @@ def _unmatched_names(config: AdapterConfig, expected: dict[str, list[Place]], na
                 break
             left.difference_update(suffixes(path))
         if left:
-            unmatched = sorted(left)
-            first = ", ".join(map(shown, unmatched[:_MAX_SHOWN_NAMES]))
-            more = len(unmatched) - _MAX_SHOWN_NAMES
             yield (
-                f"{config.where}: {key}: {first}{f' and {more} more' if more > 0 else ''} match nothing in "
-                "the base model, and the adapter has no tensors for them"
+                f"{config.where}: {key}: {listed([*map(shown, sorted(left))])} match nothing in the base "
+                "model, and the adapter has no tensors for them"
             )
 
 

@@ -195,10 +195,19 @@ def tensors_of(
         if not isinstance(value, torch.Tensor):
             raise AdapterError(f"{where}: {key}: expected a tensor, found {type(value).__name__}")
     found = lora_tensors(state_dict, shape, where)
+    for key, value in found.items():
+        check_dense(f"{where}: {key}", value)
     # A tied head shares the trained rows of the embedding.
     rows = [key for key in sorted(found) if "trainable_tokens_delta" in key]
     shared = {*rows} - {*{found[key].data_ptr(): key for key in rows}.values()}
     return {key: tensor.detach().cpu().contiguous() for key, tensor in found.items() if key not in shared}
+
+
+def check_dense(called: str, tensor: torch.Tensor) -> None:
+    """Raises AdapterError for a tensor without values, or a sparse tensor."""
+    if tensor.is_meta or tensor.layout != torch.strided:
+        kind = "on the device meta, without values" if tensor.is_meta else f"of layout {tensor.layout}"
+        raise AdapterError(f"{called}: a tensor {kind}; give dense tensors with values")
 
 
 def _pack(

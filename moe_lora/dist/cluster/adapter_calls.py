@@ -406,9 +406,8 @@ def _refusal(
     instance, error = errors[0]
     if not answers:
         return error
-    return AdapterError(
-        f"instance {instance.name} refused adapter {name!r}, so the others took it back: {error}"
-    )
+    kind = BusyError if isinstance(error, BusyError) else AdapterError
+    return kind(f"instance {instance.name} refused adapter {name!r}, so the others took it back: {error}")
 
 
 def _tell(name: str, change: asyncio.Future[Any]) -> None:

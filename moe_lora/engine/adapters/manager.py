@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain, count
 from typing import TYPE_CHECKING
@@ -15,7 +15,13 @@ from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.cache.orders import Namespace, Readiness
 from moe_lora.cache.unified import UnifiedCache
 from moe_lora.core.clock import Clock
-from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError
+from moe_lora.core.errors import (
+    AdapterExistsError,
+    AdapterNotFoundError,
+    BusyError,
+    CapacityError,
+    MoeLoraError,
+)
 from moe_lora.core.request import COMPOSED, AdapterInfo, AdapterResidency
 from moe_lora.lora.row_routing import content_number
 
@@ -78,7 +84,8 @@ class AdapterManager:
         """Serve `packed` under its name from now on; a new version keeps the pin.
 
         version: None: last number and one.  Raises AdapterExistsError for a taken name without `replace`,
-        unless that adapter failed; CapacityError for an adapter that can never fit.
+        unless that adapter failed; CapacityError for an adapter that can never fit; BusyError if requests
+        of the former version leave the pin no room.
         """
         name, previous = packed.name, self._current.get(packed.name)
         try:
@@ -92,8 +99,9 @@ class AdapterManager:
                 self._hand_pin_over(previous, adapter)
             else:
                 self._admit(adapter)
-        except (AdapterExistsError, CapacityError):
+        except MoeLoraError:
             self.store.undo_prepare(packed)
+            self.contents.discard(packed.content_hash)
             raise
         self._numbers[name] = number
         self._current[name] = adapter
@@ -305,7 +313,7 @@ class AdapterManager:
     def pin(self, adapter: AdapterVersion) -> None:
         """Load the adapter's local part and keep it.
 
-        Raises CapacityError without room for a request.
+        Raises CapacityError without room for a request, or BusyError.
         """
         if adapter.pinned:
             return
@@ -442,19 +450,32 @@ class AdapterManager:
             )
 
     def _check_pin(self, adapter: AdapterVersion) -> None:
-        """Raises CapacityError if the pin leaves no slot or room for another adapter's request."""
+        """Raises CapacityError if the pin leaves no slot or room for another adapter's request.
+
+        Raises BusyError if only requests of the name's former versions are in the way.
+        """
         name = adapter.name
         if self.leases is not None and not adapter.num_pages:
             raise CapacityError(
                 f"adapter {name!r} can't be pinned: the LoRA Server computes all of it, and decides "
                 "what it holds; raise its capacity instead"
             )
-        others = (
-            other.num_pages
+        others = [
+            other
             for other in self.versions.values()
-            if not (other.pinned or (other.name == name and other.is_idle))
-        )
-        largest = max(others, default=0)
+            if not (other.pinned or other is adapter or (other.name == name and other.is_idle))
+        ]
+        try:
+            self._check_pin_beside(adapter, others)
+        except CapacityError:
+            self._check_pin_beside(adapter, [other for other in others if other.name != name])
+            raise BusyError(
+                f"adapter {name!r} can't be pinned yet: requests of its former version still hold a slot; "
+                "send the request again once they have ended, or unpin the adapter first"
+            ) from None
+
+    def _check_pin_beside(self, adapter: AdapterVersion, others: Sequence[AdapterVersion]) -> None:
+        name, largest = adapter.name, max((other.num_pages for other in others), default=0)
         if largest and len(self._pinned) + 1 >= self.num_slots:
             raise CapacityError(
                 f"adapter {name!r} can't be pinned: of max_loras={self.num_slots} slots one must stay "

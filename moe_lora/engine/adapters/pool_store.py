@@ -23,7 +23,7 @@ from moe_lora.adapters.host_store import (
     write_adapter,
 )
 from moe_lora.adapters.packed import PackedAdapter
-from moe_lora.core.errors import AdapterError, StorageError
+from moe_lora.core.errors import AdapterError, AdapterNotFoundError, StorageError
 from moe_lora.core.host import allow_many_files, num_open_files
 from moe_lora.core.request import AdapterFacts, AdapterInfo, AdapterResidency
 from moe_lora.engine.client.messages import PoolEntry
@@ -110,6 +110,8 @@ class PoolAdapters(AdapterStore):
                 held = self._waiting.pop(packed.content_hash, None)
             if held is not None:
                 held.window.free()
+        if packed.content_hash not in self._kept:
+            self._sources.pop(packed.content_hash, None)
 
     def keep(self, packed: PackedAdapter, path: str | None = None) -> PackedAdapter:
         """Returns the adapter without bytes, held or not."""
@@ -201,8 +203,14 @@ class PoolAdapters(AdapterStore):
         self._sources[content_hash] = tuple(sources)
 
     def reader(self, content_hash: str, sources: Sequence[bytes] | None = None) -> LayerReader:
-        """A reader for an adapter without bytes.  sources: None: current at the start."""
-        facts, path = facts_of(super().find(content_hash)), self._paths.get(content_hash)
+        """A reader for an adapter without bytes.  sources: None: current at the start.
+
+        Raises AdapterNotFoundError for an unknown hash.
+        """
+        known, path = self._kept.get(content_hash), self._paths.get(content_hash)
+        if known is None:
+            raise AdapterNotFoundError(f"no adapter of content {content_hash} is loaded")
+        facts = facts_of(known)
 
         def read_again() -> PackedAdapter:
             if path is None:

@@ -110,10 +110,12 @@ def log_adapter_text(name: str, folder: str, base: str, *, used: bool, root: str
 
 
 @lru_cache(maxsize=256)
-def with_adapter_text(tokenizer: Tokenizer, folder: str, version: int, root: str | None) -> Tokenizer:
+def with_adapter_text(
+    tokenizer: Tokenizer, folder: str, version: int, root: str | None, name: str = ""
+) -> Tokenizer:
     """The tokenizer with the adapter's chat template and end token, if usable.
 
-    version: of the adapter; a new version is read anew.  Raises ConfigError.
+    version, name: of the adapter; a new version or name is read anew.  Raises ConfigError.
     """
     if tokenizer.folder is None:
         return tokenizer

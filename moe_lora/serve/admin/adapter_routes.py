@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import re
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,14 +21,16 @@ from moe_lora.core.errors import (
     AdapterError,
     AdapterExistsError,
     AdapterNotFoundError,
+    BusyError,
     CapacityError,
     ConfigError,
     MoeLoraError,
     PeerUnreachableError,
 )
-from moe_lora.core.request import AdapterInfo, is_base_name, name_problem
+from moe_lora.core.request import COMPOSED, AdapterInfo, is_base_name, name_problem
 from moe_lora.core.wrong_files import confined, header_entries, open_file
 from moe_lora.dist.net.thread import in_daemon_thread
+from moe_lora.engine.text.tokenizer_files import TEXT_FILES
 from moe_lora.serve.frontend import Frontend, adapter_in, log_text_of
 from moe_lora.serve.http_errors import AlreadyLoadedError, ApiError, JsonResponse, bad_request, to_api_error
 from moe_lora.serve.limits import bounded_route
@@ -46,7 +49,7 @@ _ONE_EXPERTS_KEY = re.compile(r"\.experts\.(?:.*\.)?\d+\.")
 _CHUNK_BYTES = 1 << 20
 MAX_KNOWN_LOADS = 10_000
 """Names may be unloaded elsewhere; a forgotten one is loaded again without a comparison."""
-Stamps = tuple[tuple[int, ...], ...]
+Stamps = dict[str, tuple[int, ...]]
 
 
 class LoadAdapterRequest(PeerModel):
@@ -110,8 +113,7 @@ def find_files(path: str, name: str, frontend: Frontend) -> str:
         raise bad_request("lora_path is empty; give the directory of a PEFT adapter", "lora_path")
     if frontend.cluster.sources is not None or "://" in path:
         path = _fetched(path, frontend)
-    root = frontend.cluster.engine.adapter_root
-    if not confined(path, root):
+    if not confined(path, frontend.cluster.engine.adapter_root):
         raise ApiError(
             404, f"no LoRA adapter found: {path!r} is not in the server's adapter_root", "lora_path"
         )
@@ -144,17 +146,16 @@ class AdapterLoads:
         self._frontend = frontend
         self._root = frontend.cluster.engine.adapter_root
         self._loaded: dict[str, tuple[int, _Files]] = {}
+        texts = TEXT_FILES if frontend.adapter_texts is not None else ()
+        self._patterns = [CONFIG_FILE, WEIGHTS_FILE, *texts, *(f"{name}/*" for name in texts)]
 
     async def load(self, body: LoadAdapterRequest, *, in_place: bool) -> AdapterInfo:
         """Load the body's adapter; in_place: as a new version.  Raises ApiError."""
-        folder = await self._checked(body)
-        files = _Files(folder, await in_daemon_thread(_stamps, folder))
-        return await self._load(body, files, in_place=in_place)
+        return await self._load(body, await self._checked(body), in_place=in_place)
 
     async def load_or_replace(self, body: LoadAdapterRequest) -> None:
         """As `load` in place, unless the content is equal.  Raises ApiError."""
-        folder = await self._checked(body)
-        files = _Files(folder, await in_daemon_thread(_stamps, folder))
+        files = await self._checked(body)
         version, loaded = self._loaded.get(body.lora_name, (None, None))
         if loaded and loaded.sizes == files.sizes and version == await self._version(body.lora_name):
             files = await in_daemon_thread(files.read, self._root)
@@ -166,7 +167,7 @@ class AdapterLoads:
 
     async def unload(self, body: UnloadAdapterRequest) -> None:
         """Unload the body's adapter.  Raises ApiError."""
-        if problem := name_problem(body.lora_name):
+        if problem := name_problem(body.lora_name.removeprefix(COMPOSED)):
             raise bad_request(f"lora_name {problem}", "lora_name")
         check_base(body.base_model_name, self._frontend)
         try:
@@ -176,15 +177,15 @@ class AdapterLoads:
             raise ApiError(404, what, "lora_name") from error
         self._loaded.pop(body.lora_name, None)
 
-    async def _checked(self, body: LoadAdapterRequest) -> str:
-        """Check the body before reading files; returns the adapter's folder.  Raises ApiError."""
+    async def _checked(self, body: LoadAdapterRequest) -> _Files:
+        """Check the body before reading files; returns the adapter's files.  Raises ApiError."""
         check_new_name(body.lora_name, self._frontend)
         check_base(body.base_model_name, self._frontend)
         if body.lora_path is not None:
             folder = await in_daemon_thread(find_files, body.lora_path, body.lora_name, self._frontend)
         else:
             folder = await self._registered(body.lora_name)
-        return folder
+        return _Files(folder, await in_daemon_thread(_stamps, folder, self._patterns), self._patterns)
 
     async def _load(
         self, body: LoadAdapterRequest, files: _Files, *, in_place: bool, reads: bool = False
@@ -230,14 +231,16 @@ class AdapterLoads:
             _compare_layout(body.lora_name, files.folder, self._root, body.is_3d_lora_weight)
         if reads and files.digest is None:
             files = files.read(self._root)
-        return files if files.stamps == _stamps(files.folder) else None
+        return files if files.stamps == _stamps(files.folder, self._patterns) else None
 
     async def _pin(self, body: LoadAdapterRequest, *, unload: bool = False) -> None:
         try:
             await self._frontend.client.call("pin_adapter", body.lora_name, pinned=True)
-        except CapacityError as error:
+        except (BusyError, CapacityError) as error:
             if unload:
                 await self._frontend.client.call("unload_adapter", body.lora_name)
+            if isinstance(error, BusyError):
+                raise
             state = "not loaded" if unload else "loaded, but not pinned"
             raise bad_request(f"{error}; the adapter is {state}", "pinned") from error
 
@@ -260,44 +263,50 @@ class AdapterLoads:
 
 @dataclass(frozen=True)
 class _Files:
-    """The files of an adapter at one time.
+    """The files of an adapter at one time, found by patterns.
 
     stamps: differ after a write.  digest: None: not read.
     """
 
     folder: str
     stamps: Stamps
+    patterns: Sequence[str]
     digest: str | None = None
 
     @property
     def sizes(self) -> list[int]:
-        return [size for _, _, size, *_ in self.stamps]
+        return [size for _, _, size, *_ in self.stamps.values()]
 
     def read(self, root: str | None) -> _Files:
-        return replace(self, digest=_digest(self.folder, root))
+        return replace(self, digest=_digest(self.folder, self.stamps, root))
 
     def holds(self, other: _Files, root: str | None) -> bool:
         """True if these files have the bytes of `other`."""
         digest = self.digest
-        if digest is None and self.stamps == _stamps(self.folder):
-            digest = _digest(self.folder, root)
+        if digest is None and self.stamps == _stamps(self.folder, self.patterns):
+            digest = _digest(self.folder, self.stamps, root)
         return digest is not None and digest == other.digest
 
 
-def _stamps(folder: str) -> Stamps:
+def _stamps(folder: str, patterns: Sequence[str]) -> Stamps:
+    """By name within the folder."""
     try:
-        found = [os.stat(os.path.join(folder, name)) for name in (CONFIG_FILE, WEIGHTS_FILE)]
+        paths = [path for pattern in patterns for path in sorted(Path(folder).glob(pattern))]
+        found = {str(path.relative_to(folder)): path.stat() for path in paths if path.is_file()}
     except (OSError, ValueError):
-        return ()
-    return tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found)
+        return {}
+    return {
+        name: (one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns)
+        for name, one in found.items()
+    }
 
 
-def _digest(folder: str, root: str | None) -> str | None:
-    """SHA-256 of the adapter's files; None if unreadable."""
+def _digest(folder: str, names: Iterable[str], root: str | None) -> str | None:
+    """SHA-256 of the named files; None if unreadable."""
     digest = hashlib.sha256()
     try:
-        for name in (CONFIG_FILE, WEIGHTS_FILE):
-            digest.update(b"\0")
+        for name in names:
+            digest.update(b"\0" + os.fsencode(name))
             with open_file(Path(folder, name), name, root) as file:
                 while piece := file.read(_CHUNK_BYTES):
                     digest.update(piece)

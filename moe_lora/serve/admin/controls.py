@@ -113,8 +113,7 @@ class Endpoints:
     RESUMED: ClassVar[dict[str, str]] = {"status": "resumed"}
 
     def __init__(self, frontend: Frontend, preparer: Preparer) -> None:
-        self._frontend = frontend
-        self._preparer = preparer
+        self._frontend, self._preparer = frontend, preparer
 
     async def pause(self, request: Request) -> Response:
         """Answers once no covered request computes."""
@@ -293,11 +292,7 @@ class Endpoints:
 
     async def _sleep(self, parts: Sequence[str], mode: PauseMode, *, drops_weights: bool) -> None:
         timeout_s = self._frontend.limits.config.pause_timeout_s
-        try:
-            await self._call("sleep", parts, drops_weights, mode, timeout_s)
-        except TimeoutError as error:
-            what = f"{error}; choose mode=abort, or raise front_end.pause_timeout_s"
-            raise ApiError(408, what) from error
+        await self._call_in_time("sleep", parts, drops_weights, mode, timeout_s)
 
     async def _pause(self, request: Request, mode: PauseMode, *, clears_cache: bool) -> None:
         scope, timeout_s = scope_of(caller_of(request.scope)), self._frontend.limits.config.pause_timeout_s
@@ -309,11 +304,7 @@ class Endpoints:
         if clears_cache and scope.tenant is not None:
             what = "clear_cache=true needs an administrator: other tenants' prompts would be computed anew"
             raise ApiError(403, f"{what}; leave it out")
-        try:
-            await self._call("pause_requests", scope, mode, timeout_s, clears_cache)
-        except TimeoutError as error:
-            what = f"{error}; choose mode=abort, or raise front_end.pause_timeout_s"
-            raise ApiError(408, what) from error
+        await self._call_in_time("pause_requests", scope, mode, timeout_s, clears_cache)
 
     async def _resume(self, request: Request) -> None:
         scope = scope_of(caller_of(request.scope))
@@ -322,6 +313,13 @@ class Endpoints:
     async def _is_paused(self, owner: str) -> bool:
         scopes: list[PauseScope] = await self._call("paused_scopes")
         return any(one.tenant is None or one.owner == owner for one in scopes)
+
+    async def _call_in_time(self, verb: str, *args: Any) -> None:
+        try:
+            await self._call(verb, *args)
+        except TimeoutError as error:
+            what = f"{error}; choose mode=abort, or raise front_end.pause_timeout_s"
+            raise ApiError(408, what) from error
 
     async def _call(self, verb: str, *args: Any) -> Any:
         return await self._frontend.client.call(verb, *args)

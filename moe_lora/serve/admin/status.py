@@ -270,7 +270,8 @@ def instances_router(frontend: Frontend) -> APIRouter:
         if name not in found and method != "undrain":
             raise ApiError(404, f"there is no instance {name!r}; choose one of {', '.join(found)}")
         await frontend.controller.call(f"{method}_instance", name, *args)
-        return JsonResponse(_card((await known()).get(name) or _absent(name)))
+        found = await known()
+        return JsonResponse(_card(found.get(name) or InstanceStats(index=0, name=name, live=False)))
 
     @router.get("/", response_model=None, include_in_schema=False)
     @router.get("", response_model=None)
@@ -304,20 +305,6 @@ def instances_router(frontend: Frontend) -> APIRouter:
         return await do("restart", name, limit_s)
 
     return router
-
-
-def _absent(name: str) -> InstanceStats:
-    return InstanceStats(
-        index=0,
-        name=name,
-        live=False,
-        num_running=0,
-        num_waiting=0,
-        kv_usage=0.0,
-        outstanding_tokens=0,
-        num_restarts=0,
-        num_resent=0,
-    )
 
 
 def _card(one: InstanceStats) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -316,3 +317,61 @@ def test_contents_of_two_versions_are_kept_and_none_of_what_is_unloaded(adapter,
     contents.serve("b", hashes[-1])
     contents.forget("a")
     assert [one in store for one in hashes] == [False, False, True]
+
+
+def age(path: Path) -> None:
+    old_s = time.time() - 2 * 24 * 3600
+    os.utime(path, (old_s, old_s))
+
+
+def test_contents_of_earlier_processes_go_unless_used_within_a_day(adapter, shape_of, tmp_path, monkeypatch):
+    store, hashes = HostStore(tmp_path / "store"), []
+
+    def load(contents: AdapterContents, number: int) -> None:
+        alter(adapter / WEIGHTS_FILE, place=-number * 4 - 1)
+        hashes.append(contents.read("a", str(adapter)).content_hash)
+        contents.serve("a", hashes[-1])
+
+    first = AdapterContents(shape_of("mixtral"), torch.float32, store)
+    for number in range(2):
+        load(first, number)
+    for one in hashes:
+        age(store.path(one))
+    again = AdapterContents(shape_of("mixtral"), torch.float32, HostStore(tmp_path / "store"))
+    load(again, 2)
+    assert [one in store for one in hashes] == [True] * 3, "its adapters may still be on their way"
+    monkeypatch.setattr("moe_lora.adapters.host_store._SWEEP_S", 0.0)
+    again = AdapterContents(shape_of("mixtral"), torch.float32, HostStore(tmp_path / "store"))
+    again.serve("a", again.read("a", str(adapter), hashes[1]).content_hash)
+    load(again, 3)
+    assert [one in store for one in hashes] == [False, True, True, True]
+    age(store.path(hashes[2]))
+    age(store.path(hashes[3]))
+    load(again, 4)
+    assert [one in store for one in hashes] == [False, False, False, True, True], "a served content is used"
+
+
+def test_files_that_a_server_rank_used_last_days_ago_go(tmp_path, monkeypatch):
+    monkeypatch.setattr("moe_lora.adapters.host_store._SWEEP_S", 0.0)
+    store = HostStore(tmp_path)
+    for name in "abc":
+        store.adopt(name, [b"content"])
+        if name == "a":
+            age(store.path(name))
+    assert [name in store for name in "abc"] == [False, True, True]
+
+
+def test_the_file_of_a_refused_load_goes_unless_a_name_uses_it(adapter, shape_of, tmp_path):
+    store = HostStore(tmp_path / "store")
+    contents = AdapterContents(shape_of("mixtral"), torch.float32, store)
+    used = contents.read("a", str(adapter)).content_hash
+    contents.serve("a", used)
+    other = AdapterContents(shape_of("mixtral"), torch.float32, HostStore(tmp_path / "store"))
+    for refused in (contents, other):
+        refused.discard(refused.read("b", str(adapter)).content_hash)
+        assert used in store, "another process of the host may use what it wrote"
+    alter(adapter / WEIGHTS_FILE)
+    refused = contents.read("a", str(adapter)).content_hash
+    assert refused in store
+    contents.discard(refused)
+    assert [one in store for one in (used, refused)] == [True, False]

@@ -55,6 +55,8 @@ def test_an_adapter_of_other_sizes_is_refused(registry, trained, checkpoint):
         ({}, None, {}, "config is missing"),
         ({}, {}, {"link": True}, "link"),
         ({"a": 5}, {}, {}, "a: expected a tensor, found int"),
+        ({"a": torch.empty(2, device="meta")}, {}, {}, "a: a tensor on the device meta, without values"),
+        ({"a": torch.eye(2).to_sparse()}, {}, {}, "a: a tensor of layout torch.sparse_coo"),
         ({}, {"r": 1j}, {}, "can't be saved"),
         ({}, {"r": 1}, {}, "peft_type"),
     ],

@@ -17,6 +17,7 @@ from moe_lora.core.errors import (
     AdapterFailedError,
     AdapterNotFoundError,
     AdapterVersionError,
+    BusyError,
     CapacityError,
     EngineDeadError,
     EngineSilentError,
@@ -288,6 +289,14 @@ def test_adapters_are_pinned_everywhere_or_nowhere():
     assert (served["a"].pinned, served["b"].pinned) == (True, False)
     with pytest.raises(AdapterNotFoundError, match="'c' is not loaded"):
         asyncio.run(fleet.call("pin_adapter", "c", pinned=True))
+
+
+def test_a_load_that_one_instance_can_not_serve_yet_may_be_sent_again(monkeypatch):
+    busy = CountingEngine()
+    monkeypatch.setattr(busy, "_load_adapter", AsyncMock(side_effect=BusyError("a slot is held")))
+    fleet = fleet_of(CountingEngine(), busy)
+    with pytest.raises(BusyError, match=r"took it back: a slot is held"):
+        asyncio.run(fleet.call("load_adapter", "a", "p"))
 
 
 def test_load_that_one_instance_refuses_is_taken_back_by_the_others():

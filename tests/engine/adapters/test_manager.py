@@ -1,19 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
+from moe_lora.api import InProcessClient
 from moe_lora.cache.orders import Readiness
 from moe_lora.cache.pages import BlockTable
-from moe_lora.core.errors import AdapterExistsError, AdapterNotFoundError, CapacityError, EngineDeadError
+from moe_lora.config import EngineConfig
+from moe_lora.core.errors import (
+    AdapterExistsError,
+    AdapterNotFoundError,
+    BusyError,
+    CapacityError,
+    EngineDeadError,
+    StorageError,
+)
 from moe_lora.core.request import COMPOSED
 from moe_lora.engine.adapters.adapter_store import AdapterStore, AdapterVersion, Failure
+from moe_lora.engine.build import build_engine
 from tests.engine.parts import PAGE_BYTES, Parts, packed
+from tests.patience import PATIENCE_S
+
+DEMO = Path(__file__).parents[3] / "demo"
 
 
 def test_adapter_lies_in_the_arena_where_its_slot_says():
@@ -333,6 +348,31 @@ def test_refused_adapter_leaves_no_file_for_other_ranks_but_one_that_is_served_s
     assert [file.name for file in tmp_path.iterdir()] == [store.path(served.content_hash).name]
 
 
+def test_a_refused_load_leaves_no_content_of_the_instance(tmp_path, monkeypatch):
+    state = tmp_path / "contents"
+    config = EngineConfig(
+        model_dir=str(DEMO / "model"), eager=True, num_threads=1, max_loras=1, contents_dir=str(state)
+    )
+    client = InProcessClient(build_engine(config))
+
+    def load(name: str) -> None:
+        client.start_call("load_adapter", name, str(DEMO / "adapters" / name)).result(PATIENCE_S)
+
+    try:
+        load("upper")
+        with monkeypatch.context() as patch:
+            patch.setattr(client.core.adapters.store, "prepare", Mock(side_effect=StorageError("full")))
+            with pytest.raises(StorageError, match="full"):
+                load("rot13")
+        assert len([*state.iterdir()]) == 1
+        client.start_call("pin_adapter", "upper", True).result(PATIENCE_S)
+        with pytest.raises(CapacityError, match="pinned ones take all"):
+            load("rot13")
+        assert len([*state.iterdir()]) == 1
+    finally:
+        client.shut_down()
+
+
 def test_a_file_that_can_not_be_removed_is_logged(tmp_path, caplog):
     store = HostStore(tmp_path)
     store.path("a").mkdir()
@@ -347,6 +387,19 @@ def test_pinned_adapter_is_replaced_where_two_do_not_fit(settings):
     parts.manager.pin(old)
     new = parts.manager.add(packed("a", num_pages=2, value=2.0), None, replace=True)
     assert (old.slot, new.slot is None, new.pinned) == (None, False, True)
+
+
+@pytest.mark.parametrize("settings", [{"max_loras": 1}, {"num_pages": 4, "room_pages": 3}])
+def test_pinned_adapter_s_own_requests_delay_its_new_version(settings):
+    parts = Parts(**settings)
+    old = parts.manager.add(packed("a", num_pages=2), None)
+    assert parts.acquire(old)
+    parts.manager.pin(old)  # its own requests are in no pin's way
+    with pytest.raises(BusyError, match="'a' can't be pinned yet: requests of its former version"):
+        parts.manager.add(packed("a", num_pages=2, value=2.0), None, replace=True)
+    assert (parts.manager.current("a"), old.pinned, len(parts.kept)) == (old, True, 1)
+    parts.manager.release(old)
+    assert parts.manager.add(packed("a", num_pages=2, value=2.0), None, replace=True).pinned
 
 
 def test_pinned_adapter_stays_pinned_when_its_new_version_is_refused():

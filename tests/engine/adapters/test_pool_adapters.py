@@ -20,7 +20,7 @@ from moe_lora.adapters.host_store import adapter_without_data, facts_of, has_dat
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.cache.orders import Copy
-from moe_lora.core.errors import AdapterError, StorageError
+from moe_lora.core.errors import AdapterError, AdapterNotFoundError, StorageError
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.transport import make_transport
 from moe_lora.engine.adapters.adapter_store import ShardSizes
@@ -245,6 +245,13 @@ def test_a_holder_is_made_from_another_one(instances, packed):
     three.keep(bare(packed), "nowhere")
     three.set_sources(packed.content_hash, [two.source(packed.content_hash)])
     assert fetched(three.reader(packed.content_hash), packed)
+
+
+def test_an_adapter_that_is_unloaded_before_it_is_fetched_is_not_found(instances, packed):
+    one = instances()
+    one.forget(one.keep(bare(packed), "nowhere"))
+    with pytest.raises(AdapterNotFoundError, match="no adapter of content"):
+        one.fetch_held(packed.content_hash, [])
 
 
 def test_what_is_held_for_others_is_checked(instances, packed):

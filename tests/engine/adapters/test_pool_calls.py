@@ -15,7 +15,13 @@ import pytest
 from demo.tasks import prompt_for
 from moe_lora.api import LLM, InProcessClient
 from moe_lora.config import EngineConfig, LoraServerConfig, PoolConfig
-from moe_lora.core.errors import AdapterError, AdapterFailedError, AdapterNotFoundError, ConfigError
+from moe_lora.core.errors import (
+    AdapterError,
+    AdapterExistsError,
+    AdapterFailedError,
+    AdapterNotFoundError,
+    ConfigError,
+)
 from moe_lora.core.request import GenerateRequest, SamplingParams, TokenOutput
 from moe_lora.dist.launch.cluster_file import check_pool
 from moe_lora.engine.build import build_engine
@@ -148,6 +154,28 @@ def test_load_that_is_refused_leaves_nothing(engines, path):
     assert pool_stats(one)[0] == 1
     call(one, "unload_adapter", "a")
     free_all(one)
+
+
+def test_sources_are_known_before_a_load_and_not_after_a_refusal(engines, path, monkeypatch):
+    """A pinned adapter's load starts within `add_adapter`."""
+    one, two = engines
+    pool, add, seen = two.core.adapters.store, two.core.add_adapter, []
+
+    def add_adapter(packed, *args, **words):
+        seen.append(pool.place(packed.content_hash))
+        return add(packed, *args, **words)
+
+    monkeypatch.setattr(two.core, "add_adapter", add_adapter)
+    entry: PoolEntry = call(one, "pool_load", "a", path, False, 1)
+    call(two, "pool_know", entry.facts, "nowhere", False, 1, [entry.source])
+    other: PoolEntry = call(one, "pool_load", "a", str(DEMO / "adapters" / "reverse"), True, 2)
+    with pytest.raises(AdapterExistsError):
+        call(two, "pool_know", other.facts, "nowhere", False, 2, [other.source])
+    assert seen == ["peer", "peer"]
+    assert list(pool._sources) == [entry.facts.content_hash]
+    for engine in engines:
+        call(engine, "unload_adapter", "a")
+        free_all(engine)
 
 
 def test_settings_that_do_not_go_with_a_pool_are_refused():

@@ -145,6 +145,7 @@ def test_a_new_version_is_read_anew(tmp_path, base):
     (folder / "chat_template.jinja").write_text("TWO")
     assert with_adapter_text(tokenizer, str(folder), 1, None).render_chat(USER) == "ONE"
     assert with_adapter_text(tokenizer, str(folder), 2, None).render_chat(USER) == "TWO"
+    assert with_adapter_text(tokenizer, str(folder), 1, None, "second").render_chat(USER) == "TWO"
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json", "chat_template.json"])

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
-from moe_lora.core.errors import EngineDeadError, LastProblem
+from moe_lora.core.errors import AdapterNotFoundError, EngineDeadError, LastProblem
 from moe_lora.core.request import AdapterInfo
 from moe_lora.dist.cluster.adapter_calls import Answers, ask, load_alike
 from moe_lora.dist.cluster.instances import Instance, InstanceRegistry, ServedVersion
@@ -193,7 +193,9 @@ class FleetPool:
                 source = await client.call("pool_hold", content_hash, sources)
             except EngineDeadError:
                 return
-            except Exception as error:  # unloaded meanwhile, or memory is full
+            except AdapterNotFoundError:  # unloaded meanwhile
+                continue
+            except Exception as error:  # such as full memory
                 self._failed(f"instance {instance.name} can't hold an adapter: {error}")
                 continue
             self._directory.note(client, content_hash, source)

@@ -337,6 +337,19 @@ def test_nothing_is_dropped_while_a_copy_is_not_confirmed():
     assert fleet.holders("big") == [1 - home]
 
 
+def test_an_adapter_that_is_unloaded_before_its_copy_is_no_warning(caplog):
+    fleet = Fleet(2, ["big"])
+    home = fleet.holders("big")[0]
+    fleet.engines[1 - home]._forget("big")
+
+    async def move() -> None:
+        async with fleet.pool.moving({"big": [(1 - home, 1.0)]}):
+            pass
+
+    asyncio.run(move())
+    assert (fleet.holders("big"), caplog.text) == ([home], "")
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_holder_that_ends_is_replaced(replicas):
     fleet = Fleet(3, "abcdef", replicas)
