@@ -186,7 +186,7 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
     Returns the exit code.  Only the addresses in front_end are used.  reload: effect of SIGHUP in all
     processes.  Raises ConfigError for errors known at start.
     """
-    from moe_lora.core.host import OwnFolder, run_folder
+    from moe_lora.core.host import run_folder, socket_folder
     from moe_lora.core.processes import usable_cores
     from moe_lora.dist.launch.cluster_file import cluster_file, on_sockets, set_front_end, thread_share
     from moe_lora.dist.launch.host_roles import roles_of, run_roles, spare_of
@@ -230,7 +230,7 @@ def serve_host(cluster: ClusterConfig, num_front_ends: int, reload: Reload | Non
                     return 0 if await run_roles(roles, drain_s, told, at_once, dead_s, spare, at_start) else 1
 
     async def run_in_folders() -> int:
-        with OwnFolder() as folder, run_folder(cluster.engine.state_dir) as kept:
+        with socket_folder("front-end-63") as folder, run_folder(cluster.engine.state_dir) as kept:
             return await run(str(folder), str(kept / "contents"))
 
     with bound(cluster.front_end) as socks:

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from moe_lora.core.address import parse_address
+from moe_lora.core.address import parse_address, parse_dialled
 from moe_lora.core.errors import ConfigError
 
 from .settings import Settings, setting
@@ -359,7 +359,7 @@ class FrontEndConfig(AccessConfig, LimitsConfig, BatchConfig, MigrationConfig, R
     """Address to listen at for HTTP."""
     port: int = _port(8000, option="--port", group="Access")
     """Port of HTTP.  0 takes a free port."""
-    engines_address: str | None = setting(None, check=parse_address)
+    engines_address: str | None = setting(None, check=parse_dialled)
     """Address for instances to dial: host:port, or on one host the absolute path of a socket."""
     cors_origins: tuple[str, ...] = setting(
         (), check=_check_origins, former="--cors-origin", metavar="ORIGIN", unset="none"
@@ -401,7 +401,7 @@ class FrontEndConfig(AccessConfig, LimitsConfig, BatchConfig, MigrationConfig, R
 class FrontEndPlace(Settings):
     """What one of several front ends has of its own."""
 
-    engines_address: str = setting(check=parse_address)
+    engines_address: str = setting(check=parse_dialled)
     """Address for instances to dial this front end, as in front_end."""
     host: str | None = setting(None, unset="as in front_end")
     """Address to listen at for HTTP."""
@@ -417,9 +417,9 @@ class ControllerConfig(Settings):
 
     SECTION: ClassVar[str] = CONTROLLER
 
-    address: str = setting(check=parse_address)
+    address: str = setting(check=parse_dialled)
     """Address for front ends to dial: host:port, or the path of a socket."""
-    engines_address: str = setting(check=parse_address)
+    engines_address: str = setting(check=parse_dialled)
     """Address for instances to dial the controller, beside every front end."""
 
 
@@ -443,7 +443,7 @@ def split_store(setting: str, store: str) -> tuple[str, list[str], str]:
             "kubernetes://NAMESPACE/NAME or, for controllers of one host, sqlite:///PATH"
         )
     for member in members:
-        if "@" in member or parse_address(setting, member).path:
+        if "@" in member or parse_dialled(setting, member).path:
             raise ConfigError(
                 f"{setting}: {member!r} is not HOST:PORT; etcd's users are not supported, use etcds:// or a "
                 "private network"

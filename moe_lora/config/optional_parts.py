@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from moe_lora.core.address import parse_dialled
 from moe_lora.core.errors import ConfigError
 
 from .settings import Settings, setting
@@ -48,7 +49,7 @@ class LoraServerConfig(Settings):
     """Room for adapters on each rank, in 10^9 bytes.  Chosen: capacity times the largest adapter known at the
     start, or times an adapter of rank 16 on all targets if that is larger and at most an eighth of the
     memory.  A larger adapter is refused when it is loaded."""
-    address: str = ""
+    address: str = setting("", check=lambda place, address: address and parse_dialled(place, address))
     """host:port of the first rank for other hosts; on one host the path of a socket."""
     certificates: str | None = setting(None, in_file=False)
     """Folder of the cluster's certificates; None: all is on one host."""

@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+import re
 import socket
 import stat
 import time
@@ -31,20 +32,35 @@ class Address:
     path: str = ""
 
     def __str__(self) -> str:
-        return self.path or f"{self.host}:{self.port}"
+        return self.path or (f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}")
 
 
 def parse_address(setting: str, address: str) -> Address:
-    """Parse "host:port" or "/path".  Raises ConfigError."""
+    """Parse "host:port", "[IPv6]:port" or "/path".  Raises ConfigError."""
     if address.startswith("/"):
         return Address(path=address)
-    host, separator, port = address.rpartition(":")
-    if not (separator and _is_host(host) and port.isdecimal() and 0 < int(port) <= 65535):
+    found = re.fullmatch(r"(?:\[([^][]*:[^][]*)\]|([^][:]*)):(\d+)", address)
+    host = "" if found is None else found[1] or found[2]
+    if found is None or not _is_host(host) or not 0 < int(found[3]) <= 65535:
         raise ConfigError(
-            f"{setting}={address!r} is not host:port, such as 10.0.0.1:7600, nor the absolute path of a "
-            "socket on this host"
+            f"{setting}={address!r} is not host:port, such as 10.0.0.1:7600 or [fd00::1]:7600, nor the "
+            "absolute path of a socket on this host"
         )
-    return Address(host, int(port))
+    return Address(host, int(found[3]))
+
+
+ANY_HOSTS = ("0.0.0.0", "::")
+
+
+def parse_dialled(setting: str, address: str) -> Address:
+    """`parse_address` for an address that other roles dial.  Raises ConfigError for all of a host."""
+    place = parse_address(setting, address)
+    if place.host in ANY_HOSTS:
+        raise ConfigError(
+            f"{setting}={address} is dialled by other roles, and names no host; give a name or an IP address "
+            "of this role's host"
+        )
+    return place
 
 
 ADDRESSES = "MOE_LORA_ADDRESSES"
@@ -130,8 +146,10 @@ def own_host(address: str) -> str:
     for left_s in reversed(range(_NAME_S)):
         place = located(name)
         try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-                sock.connect((place.host, place.port))
+            found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)
+            family, *_, address_there = min(found, key=lambda one: one[0] != socket.AF_INET)
+            with socket.socket(family, socket.SOCK_DGRAM) as sock:
+                sock.connect(address_there)
                 return str(sock.getsockname()[0])
         except OSError as error:
             if not (left_s and isinstance(error, socket.gaierror)):

@@ -141,6 +141,23 @@ class OwnFolder:
     __exit__ = remove
 
 
+_SOCKET_BYTES = 107
+"""Longest path of a Unix socket."""
+
+
+def socket_folder(longest: str) -> OwnFolder:
+    """An `OwnFolder` for sockets.  longest: name of a socket.  Raises ConfigError for a long TMPDIR."""
+    folder = OwnFolder()
+    excess = len(os.fsencode(folder.path / longest)) - _SOCKET_BYTES
+    if excess > 0:
+        folder.remove()
+        raise ConfigError(
+            f"TMPDIR={tempfile.gettempdir()} is {excess} bytes too long for the paths of sockets; give a "
+            "shorter one"
+        )
+    return folder
+
+
 def _make(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK | os.X_OK):

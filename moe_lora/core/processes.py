@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -96,6 +97,14 @@ class RestartPolicy:
         return min(self.longest_pause_s, self.first_pause_s * 2.0 ** min(num_deaths - 2, 60))
 
 
+_OF_JOB = re.compile("((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+
+
+def _without_job() -> dict[str, str]:
+    """This environment, without a place in a job of the caller's shell."""
+    return {name: value for name, value in os.environ.items() if not _OF_JOB.fullmatch(name)}
+
+
 class Child:
     """A child process in its own session: Ctrl-C in the terminal reaches only the keeper.
 
@@ -117,7 +126,7 @@ class Child:
             self.process = subprocess.Popen(
                 [sys.executable, *words, str(theirs.fileno()), *options],
                 pass_fds=[*fds, theirs.fileno()],
-                env={**os.environ, **(environment or {})},
+                env={**_without_job(), **(environment or {})},
                 start_new_session=True,
             )
             undo.callback(self.process.wait)

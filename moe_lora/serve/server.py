@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 import moe_lora
 from moe_lora.config import FrontEndConfig
-from moe_lora.core.address import parse_address, unix_socket
+from moe_lora.core.address import Address, parse_address, unix_socket
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import allow_many_files, num_open_files, resident_bytes, return_memory
 from moe_lora.serve.admin.adapter_routes import adapters_router
@@ -174,7 +174,7 @@ class HttpServer(uvicorn.Server):
         """The server's URL; after the start only."""
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         scheme = "https" if self.config.is_ssl else "http"
-        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        return f"{scheme}://{Address(host, port)}"
 
     async def startup(self, sockets: list | None = None) -> None:
         for_files = most_connections(allow_many_files(), num_open_files())
@@ -182,7 +182,13 @@ class HttpServer(uvicorn.Server):
         protocol = limited(self._limits, for_files, self.context)
         self.config.http_protocol_class = protocol  # type: ignore[assignment]
         asyncio.get_running_loop().set_exception_handler(QuietLoop())
-        await super().startup(sockets)
+        for sock in sockets or []:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(f"can't listen at the front end's address: {reason}") from error
         for sock in sockets or []:
             sock.listen(BACKLOG)  # asyncio also uses its backlog as number per turn
         for server in self.servers:
@@ -234,7 +240,7 @@ class HttpServer(uvicorn.Server):
 def bind(host: str, port: int) -> socket.socket:
     """Bind the address before the engine's long start; port 0 takes a free port.
 
-    The socket refuses connections until the server listens.  Raises ConfigError.
+    The socket refuses connections until the server listens, and other servers' binds.  Raises ConfigError.
     """
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -243,6 +249,8 @@ def bind(host: str, port: int) -> socket.socket:
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(address)
+            # Set again before `listen`: until then no other server binds the port.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         except OSError:
             sock.close()
             raise

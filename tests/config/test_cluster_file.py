@@ -202,6 +202,12 @@ def test_certificates_are_read_from_the_folder(read, tmp_path):
         ("model_dir: m\nfront_end: {engines_address: here}", "'here' is not host:port"),
         ("model_dir: m\nfront_end: {engines_address: 'a..b:1'}", "'a..b:1' is not host:port"),
         ("model_dir: m\nfront_end: {engines_address: 'h:0'}", "'h:0' is not host:port"),
+        ("model_dir: m\nfront_end: {engines_address: '::1:7600'}", "'::1:7600' is not host:port"),
+        (
+            "model_dir: m\nfront_end: {engines_address: '0.0.0.0:7600'}",
+            "dialled by other roles, and names no",
+        ),
+        ("model_dir: m\nlora_server: {address: '[::]:7500'}", "lora_server.address=[::]:7500 is dialled by"),
         ("model_dir: m\nfront_end: {engines_address: 'h:²'}", "'h:²' is not host:port"),
         ("model_dir: m\nfront_ends: {a: {engines_address: 'h:1'}}", "front_ends needs a controller"),
         ("model_dir: m\ncontrollers: {a: {address: /a, engines_address: /b}}", "leadership go together"),

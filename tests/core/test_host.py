@@ -7,12 +7,15 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from moe_lora.core import host
+from moe_lora.core.address import unix_socket
+from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import OwnFolder
 
 HOLDS_ONE = """
@@ -143,3 +146,15 @@ def test_open_files_are_counted_where_the_system_tells_them(monkeypatch):
         patched.setattr(host.os, "listdir", fail(errno.EMFILE))
         with pytest.raises(OSError, match="Too many"):
             host.num_open_files()
+
+
+def test_a_folder_for_sockets_names_a_long_tmpdir(tmp_path, monkeypatch):
+    long = tmp_path / (107 * "x")
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(ConfigError, match=rf"TMPDIR={long} is \d+ bytes too long for the paths of sockets"):
+        host.socket_folder("engines")
+    assert not list(long.iterdir())
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    with host.socket_folder("engines") as folder, unix_socket(str(folder / "engines")):
+        assert folder.parent == Path("/tmp")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +11,7 @@ import pytest
 
 from moe_lora.core import processes
 from moe_lora.core.processes import Child, allowed_core_numbers, set_priority, usable_core_numbers
+from tests.patience import PATIENCE_S
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity of threads")
@@ -37,3 +39,17 @@ def test_the_priority_of_a_child_changes_only_with_the_right_to_change_it_back(m
             assert os.getpriority(os.PRIO_PROCESS, child.pid) == expected
     finally:
         child.end(0)
+
+
+def test_a_child_gets_no_place_in_a_job_of_the_shell(tmp_path, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("MASTER_KEY", "k")
+    code = f"import json, os; json.dump(dict(os.environ), open({str(tmp_path / 'found')!r}, 'w'))"
+    child = Child("-c", code, environment={"RANK": "1"})
+    assert child.ended.result(PATIENCE_S) == 0
+    child.socket.close()
+    found = json.loads((tmp_path / "found").read_text())
+    job = {name for name in found if name.startswith(("RANK", "LOCAL_", "WORLD_", "MASTER_", "TORCHELASTIC"))}
+    assert job == {"RANK", "MASTER_KEY"}
+    assert found["RANK"] == "1"

@@ -21,6 +21,7 @@ from moe_lora.core.errors import CapacityError, ConfigError, LoraServerError
 from moe_lora.core.records import ServerState
 from moe_lora.dist.cluster.controller import capacity_controller
 from moe_lora.dist.cluster.controller.capacity_controller import CapacityController
+from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.provision.online import DemandWindow
 from tests.patience import PATIENCE_S
 from tests.virtual_clock import VirtualClock
@@ -415,6 +416,44 @@ def test_no_rank_is_ended_while_another_is_away(controller, paper, monkeypatch):
     paper.current, paper.next = replace(STATE, ranks=(1, 0)), replace(STATE, ranks=(1, 2))
     asyncio.run(controller.restart_server(20.0))
     assert paper.restarted == [1, 0]
+
+
+def leave(controller: CapacityController, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two instances leaves at the next look."""
+    monkeypatch.setattr(capacity_controller, "LOOK_S", 0.01)
+    counts = [2]
+    controller.num_live = lambda: counts.pop() if counts else 1
+
+
+def test_instances_in_routing_are_counted(watched, controller, monkeypatch):
+    monkeypatch.setattr(InstanceRegistry, "live", ["instance-0", "instance-1"])
+    assert controller.num_live() == 2
+
+
+def test_a_restart_waits_for_no_instance_that_leaves_meanwhile(controller, paper, monkeypatch):
+    leave(controller, monkeypatch)
+    restart = paper.restart
+
+    def restarted(server_rank: int) -> None:
+        restart(server_rank)
+        paper.next = replace(paper.next, num_instances=1)
+
+    paper.restart = restarted
+    assert asyncio.run(controller.restart_server(PATIENCE_S)).num_instances == 1
+    assert paper.restarted == [1, 0]
+
+
+def test_a_change_of_layout_waits_for_no_instance_that_leaves_meanwhile(controller, paper, monkeypatch):
+    leave(controller, monkeypatch)
+    following = PaperServer()
+    following.current = replace(STATE, num_instances=1)
+    monkeypatch.setattr(capacity_controller, "LoraServerAdmin", lambda address, keys: following)
+
+    async def relayout(*words) -> str:
+        return "/there"
+
+    controller.relayout = relayout
+    assert asyncio.run(controller.change_layout("EP2-PP1", PATIENCE_S)) == following.current
 
 
 def test_two_restarts_at_once_come_one_after_the_other(controller, paper, monkeypatch):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -17,11 +18,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 
+from moe_lora.config import LimitsConfig
 from moe_lora.core import processes
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import CLUSTER_MARK, cluster_headers
-from moe_lora.serve.server import bind, bind_admin, create_app
+from moe_lora.serve.limits import Limits
+from moe_lora.serve.server import HttpServer, bind, bind_admin, create_app
 from tests.patience import PATIENCE_S
 
 from .conftest import frontend_of
@@ -217,6 +221,37 @@ def test_a_port_in_use_is_refused_before_an_engine_starts():
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port={port}: .*in use; choose another"):
             bind("127.0.0.1", port)
+
+
+def test_a_port_is_taken_before_its_server_listens():
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port={port}: .*in use; choose another"):
+            bind("127.0.0.1", port)
+
+
+def test_a_restart_takes_the_port_beside_closed_connections(start):
+    server = start()
+    port = int(server.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as client:
+        client.sendall(b"GET /live HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        while client.recv(4096):  # the server closes first, and its end stays for a while
+            pass
+    server.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+    bind("127.0.0.1", port).close()
+
+
+def test_a_port_that_another_took_meanwhile_is_an_error_of_settings(engine, tokenizer):
+    config = uvicorn.Config(create_app(frontend_of(engine, tokenizer)), lifespan="off")
+    http = HttpServer(config, Limits(LimitsConfig()))
+    with bind("127.0.0.1", 0) as own, socket.socket() as other:
+        for one in (own, other):
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(own.getsockname())
+        other.listen()
+        with pytest.raises(ConfigError, match=r"can't listen at the front end's address: .*in use"):
+            asyncio.run(http.serve([own]))
 
 
 def test_a_host_that_is_not_there_is_refused():

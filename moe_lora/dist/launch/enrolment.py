@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 from anyio import fail_after
 
-from moe_lora.core.address import parse_address
+from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.net.keys import AUTHORITY, MEMBER, Keys, make_request, sign_request
 
@@ -44,7 +44,7 @@ class Enrolment:
         self._server = await asyncio.start_server(
             self._visit, host, 0, ssl=context, ssl_handshake_timeout=LIMIT_S, limit=_MAX_BYTES
         )
-        return f"{host}:{self._server.sockets[0].getsockname()[1]}"
+        return str(Address(host, self._server.sockets[0].getsockname()[1]))
 
     def stop(self) -> None:
         """Stop listening."""

@@ -14,7 +14,7 @@ from moe_lora.config import FrontEndConfig
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.address import parse_address
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.host import OwnFolder, run_folder
+from moe_lora.core.host import run_folder, socket_folder
 from moe_lora.core.processes import usable_cores
 from moe_lora.dist.cluster.controller.cluster_controller import ControlledFleet, controlled_fleet
 from moe_lora.dist.cluster.controller.routes import make_routes
@@ -44,13 +44,16 @@ _ALL_ENDED = "each that ended is being started again; send the request again in 
 
 def checked(cluster: ClusterConfig) -> ClusterConfig:
     """Settings with devices, checked for one host.  Raises ConfigError."""
+    apart = [name for name in ("controllers", "leadership") if getattr(cluster, name)]
     for name, place in cluster.front_ends.items():
-        if place.admin_address is not None:
-            raise ConfigError(
-                f"front_ends.{name}.admin_address={place.admin_address} is one front end's, and all of this "
-                "host share theirs; give it in front_end, or start each role by itself (--role front-end)"
-            )
-
+        for one in ("host", "port", "admin_address"):
+            if getattr(place, one) not in (None, getattr(cluster.front_end, one)):
+                apart.append(f"front_ends.{name}.{one}")
+    if apart:
+        raise ConfigError(
+            f"{', '.join(apart)}: all front ends of one server have the addresses in front_end, and one "
+            "controller; leave the settings out, or start each role by itself (--role)"
+        )
     make_routes(cluster)
     check_instances(cluster)
     if cluster.engine.kv_events is not None:
@@ -86,7 +89,7 @@ async def local_instances(
     if router is not None:
         routes = replace(routes, router=router)
     with ExitStack() as stack:
-        folder = stack.enter_context(OwnFolder())
+        folder = stack.enter_context(socket_folder("engines"))
         if cluster.lora_server is None or cluster.front_end.prefill_instances:
             kept = stack.enter_context(run_folder(config.state_dir))
             config = replace(config, contents_dir=str(kept / "contents"))
@@ -223,7 +226,7 @@ async def local_lora_server(
     cluster = placed(cluster)
     config = cluster.engine
     with ExitStack() as stack:
-        folder = stack.enter_context(OwnFolder())
+        folder = stack.enter_context(socket_folder("lora-server.63"))
         kept = stack.enter_context(run_folder(config.state_dir))
         server = replace(given, address=f"{folder}/lora-server", store_dir=str(kept / "adapters"))
         # Check before the start of processes.

@@ -22,6 +22,7 @@ import httpx
 
 from moe_lora.config import FrontEndConfig
 from moe_lora.config.cluster import read_cluster
+from moe_lora.core.address import Address
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.host import CLUSTER_MARK, cluster_headers, folder_locked, host_name, state_folder
 
@@ -102,6 +103,7 @@ class _Server:
         processes = self.living()
         log = self.log.read_text(errors="replace")
         logged = {int(pid): name for name, pid in re.findall(r"(\S+) started \(process (\d+)\)", log)}
+        ends = dict(re.findall(r"(\S+) ended after [\d.]+ s: (.*)", log))
         is_ready = self.is_ready()
         cards = self.instances() if is_ready else {}
         whole = not any(_option(words, "--role") == FRONT_END for words in processes.values())
@@ -118,18 +120,19 @@ class _Server:
             is_front_end = name.startswith(FRONT_END)
             state = RUNNING if is_ready or not name.startswith((FRONT_END, INSTANCE)) else STARTING
             card = cards.pop(name, {"restarts": int(_option(words, "--starts") or 0)})
+            state = READY if is_front_end and is_ready else _state(card, state)
             rows.append(
                 RoleFacts(
                     name=name,
-                    state=READY if is_front_end and is_ready else _state(card, state),
+                    state=state,
                     process=str(pid),
                     url=self.url if is_front_end else "",
                     num_restarts=card["restarts"],
+                    problem=ends.get(name, "") if state == STARTING else "",
                 )
             )
         for name, card in cards.items():  # between two processes, or once the spare one
-            ends = re.findall(rf"{name} ended after [\d.]+ s: (.*)", log)
-            problem = ends[-1] if ends and not card["live"] else ""
+            problem = "" if card["live"] else ends.get(name, "")
             rows.append(
                 RoleFacts(
                     name=name, state=_state(card, STARTING), num_restarts=card["restarts"], problem=problem
@@ -310,7 +313,7 @@ def _new_server(folder: Path, front_end: FrontEndConfig) -> _Server:
         raise ConfigError("front_end.port=0 has an unknown URL; give another port")
     scheme = "http" if front_end.tls_cert is None else "https"
     host = _ANY.get(front_end.host, front_end.host)
-    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{front_end.port}"
+    url = f"{scheme}://{Address(host, front_end.port)}"
     admin = front_end.admin_address
     with suppress(OSError), socket.create_connection((host, front_end.port), _STATUS_S):
         raise ConfigError(f"another server answers at {url}; give another front_end.port")

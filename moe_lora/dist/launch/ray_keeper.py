@@ -122,6 +122,7 @@ class Keeper:
             shutil.rmtree(self._folder, ignore_errors=True)
             make_keys(self._folder)
         self._enrolment = Enrolment(self._folder)
+        self._last_number = 0
         self._kept: dict[str, _Kept] = {}
         self._book: dict[str, str] = {}
         self._drained: set[str] = set()
@@ -138,6 +139,7 @@ class Keeper:
         with suppress(FileNotFoundError):
             self._drained = set(self._drained_file.read_text().split())
         alive = self._found()
+        self._last_number = max((epoch for epoch, _ in alive.values()), default=0)
         for kept in self._wanted():
             if (found := alive.pop(kept.name, None)) is not None:
                 kept.epoch, kept.actor = found
@@ -216,7 +218,7 @@ class Keeper:
         if facts.state == PLACED:
             token = self._enrolment.add_token(kept.name)
             await actor.enrol.remote(self._address, token, self._enrolment.authority)
-            await actor.start.remote(self._content, time.time_ns(), self._book)
+            await actor.start.remote(self._content, self._number(), self._book)
         self._send_book()
         logger.info("%s is on %s", kept.name, facts.host)
         while True:
@@ -226,9 +228,14 @@ class Keeper:
                 await _answer(actor)
                 self._send_book()
 
+    def _number(self) -> int:
+        """Above all earlier numbers, also by a clock that was set back."""
+        self._last_number = max(self._last_number + 1, time.time_ns())
+        return self._last_number
+
     def _place(self, kept: _Kept) -> tuple[int, Any]:
         """Epoch and actor of a new place, pending until a host has room."""
-        part, front_end, epoch = kept.part, self._cluster.front_end, time.time_ns()
+        part, front_end, epoch = kept.part, self._cluster.front_end, self._number()
         http = {name: getattr(front_end, name) for name in _HTTP}
         http["has_key"] = front_end.api_keys is not None
         options = ray.remote(RoleActor).options(
@@ -245,7 +252,7 @@ class Keeper:
     def _send_book(self) -> None:
         for kept in self._kept.values():
             if kept.facts is not None:
-                kept.actor.set_book.remote(time.time_ns(), self._book)
+                kept.actor.set_book.remote(self._number(), self._book)
 
     async def _release(self, kept: _Kept, *, is_lost: bool = False) -> None:
         """End a role's actor, at once without a host."""

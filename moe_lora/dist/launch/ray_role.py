@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import yaml
 
-from moe_lora.core.address import ADDRESSES
+from moe_lora.core.address import ADDRESSES, Address
 from moe_lora.core.host import OwnFolder
 
 from .enrolment import enrol
@@ -52,10 +52,11 @@ class RoleActor:
         logging.getLogger("httpx").setLevel(logging.WARNING)
         self._part, self._number, self._http = part, number, http
         self._host = host or _own_ip()
+        self._family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         self._reserved: list[socket.socket] = []
         self._name = f"{part.role}-{number}"
         self._addresses = {
-            f"{self._name}:{port}": f"{self._host}:{self._reserve()}" for port in part.ports(number)
+            f"{self._name}:{port}": str(Address(self._host, self._reserve())) for port in part.ports(number)
         }
         self._listening = self._listen(http["port"]) if part.role == FRONT_END else None
         self._port = 0 if self._listening is None else int(self._listening.getsockname()[1])
@@ -69,13 +70,13 @@ class RoleActor:
     def _listen(self, port: int) -> socket.socket:
         """A listening socket; at a free port if the port is in use."""
         try:
-            return socket.create_server((self._host, port))
+            return socket.create_server((self._host, port), family=self._family)
         except OSError as error:
             logger.warning("HTTP has a free port: %d of %s: %s", port, self._host, error)
-            return socket.create_server((self._host, 0))
+            return socket.create_server((self._host, 0), family=self._family)
 
     def _reserve(self) -> int:
-        sock = socket.socket()
+        sock = socket.socket(self._family)
         sock.bind((self._host, 0))
         # Set after bind: the role's process may bind the port now, another role's `_reserve` may not.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -92,7 +93,7 @@ class RoleActor:
     @property
     def _url(self) -> str:
         scheme = "http" if self._http["tls_cert"] is None else "https"
-        return f"{scheme}://{self._host}:{self._port}" if self._port else ""
+        return f"{scheme}://{Address(self._host, self._port)}" if self._port else ""
 
     async def facts(self) -> RoleFacts:
         """The role's state now."""

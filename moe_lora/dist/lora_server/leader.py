@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.leases.leases import Grant, LeaseTable
 from moe_lora.cache.leases.residency import Load, ShardPages
+from moe_lora.core.address import ANY_HOSTS, Address, parse_address
 from moe_lora.core.errors import (
     AdapterError,
     AdapterNotFoundError,
@@ -179,8 +180,10 @@ class Leader:
         visitor.left.callback(self._lose_rank, visitor)
         self._ranks[server_rank] = visitor
         self._num_joins[server_rank] += 1
-        # A wildcard listener is reached at the peer's host.
-        self.addresses[server_rank] = address.replace("0.0.0.0:", f"{visitor.host}:")
+        place = parse_address("its address", address)
+        if place.host in ANY_HOSTS:  # the rank is reached at the peer's host
+            place = Address(visitor.host, place.port)
+        self.addresses[server_rank] = str(place)
         self._tell_rank(server_rank, ResizeOrder(self._num_slots))
         for adapter in self._table.residents():
             assert adapter.slot is not None

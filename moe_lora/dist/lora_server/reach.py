@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moe_lora.config import EngineConfig, LoraServerConfig
-from moe_lora.core.address import own_host, parse_address
+from moe_lora.core.address import Address, own_host, parse_address
 from moe_lora.core.errors import LoraServerError
 from moe_lora.core.partition import Partition
 from moe_lora.dist.lora_server.control import Visitor
@@ -70,7 +70,7 @@ class DeviceMembers:
         host = place.host or own_host(config.lora_server.address)
         with socket.socket() as free:
             free.bind(("", 0))
-            self.address = f"{host}:{free.getsockname()[1]}"
+            self.address = str(Address(host, free.getsockname()[1]))
         self.max_rows = max(config.decode_buckets or (config.max_num_seqs,))
         self._instances: dict[str, int] = {}
 

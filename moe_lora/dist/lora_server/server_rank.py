@@ -17,7 +17,7 @@ import torch
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.leases.leases import LeaseTable
 from moe_lora.config import EngineConfig
-from moe_lora.core.address import Address, parse_address
+from moe_lora.core.address import ANY_HOSTS, Address, own_host, parse_address
 from moe_lora.core.errors import ConfigError, LoraServerError, PeerUnreachableError
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.deltas.session import FrameLayout, PeerFrames
@@ -239,9 +239,10 @@ class ServerRank:
         address = self._server.address
         memory, _ = network().run(ask(address, self._keys, self._hello, _LEADER_TIMEOUT_S, "memory"))
         self._build(memory)
-        own = (
-            Address(path=f"{address}.{self._server_rank}") if address.startswith("/") else Address("0.0.0.0")
-        )
+        if address.startswith("/"):
+            own = Address(path=f"{address}.{self._server_rank}")
+        else:
+            own = Address(ANY_HOSTS[":" in own_host(address)])
         self._listen(own, {})
         self._leader: Peer | None = None
         self._orders = Orders(self.loop.server_store, self._store, self._need)

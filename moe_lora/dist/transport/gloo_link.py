@@ -209,7 +209,9 @@ class Reception:
     """The owner's side: a port, and a thread per link."""
 
     def __init__(self, host: str, device: Any, timeout_s: float, place: Any) -> None:
-        self._listener = socket.create_server(("0.0.0.0" if host != "127.0.0.1" else host, 0), backlog=64)
+        family, every = ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::"))[":" in host]
+        listens_at = (host if host == "127.0.0.1" else every, 0)
+        self._listener = socket.create_server(listens_at, family=family, backlog=64)
         self.port = self._listener.getsockname()[1]
         self.tag = secrets.token_hex(_TAG_CHARS // 2)
         self._device, self._timeout_s, self._place = device, timeout_s, place
@@ -272,7 +274,7 @@ class Reception:
     def close(self) -> None:
         """End all links and threads."""
         self._closing = True
-        socket.create_connection(("127.0.0.1", self.port)).close()
+        socket.create_connection(self._listener.getsockname()[:2]).close()
         self._acceptor.join()
         self._listener.close()
         threads = list(self._threads.values())

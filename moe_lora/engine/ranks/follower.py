@@ -25,7 +25,7 @@ from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter
 from moe_lora.config import EngineConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.host import OwnFolder
+from moe_lora.core.host import socket_folder
 from moe_lora.core.teardown import end_at_hang_up, run_child
 from moe_lora.dist.host_workers.workers import HostWorkers
 from moe_lora.engine.adapters.copies import RankCopier
@@ -224,7 +224,7 @@ def gather_followers(config: EngineConfig) -> Followers:
             f"torchrun started {size} processes for an instance of {config.num_ranks} (expert_parallel, "
             f"tensor_parallel); use --nproc-per-node {config.num_ranks}"
         )
-    folder = OwnFolder()
+    folder = socket_folder(_SOCKET)
     connections: dict[int, Connection] = {}
     with Listener(str(folder.path / _SOCKET), "AF_UNIX") as listener:
         store.set(_DIRECTORY_KEY, str(folder.path))

@@ -36,6 +36,7 @@ class Server:
             words = ["--role", "instance", "--name", f"instance-{index}", "--starts", "1"]
             if self.key == "ranks":
                 print(f"instance-{index} ended after 1.0 s: it was killed", flush=True)
+                print("front-end-0 ended after 1.0 s: a port", flush=True)
                 words = ["--role", "lora-server"]
             environment = {**os.environ, "RANK": str(index)}
             role = subprocess.Popen(

@@ -290,12 +290,18 @@ def test_a_path_may_be_no_text(local: Local) -> None:
     assert local.run("down").exit_code == 0
 
 
-def test_roles_have_names_and_states_without_lines_of_the_log(local: Local) -> None:
+def test_roles_have_names_and_states_without_lines_of_the_log(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert local.up("ranks").exit_code == 0
     shown = local.status()
+    assert shown["front-end-0"][0] == "ready"
+    assert "a" not in shown["front-end-0"]
     assert {"lora-server-0", "lora-server-1"} < set(shown)
     assert shown["instance-0"] == ["running", "2"]
     assert shown["instance-1"] == ["starting", "2", "it", "was", "killed"]
+    monkeypatch.setattr(local_cluster._Server, "is_ready", lambda self: False)
+    assert local.status()["front-end-0"][-3:] == ["0", "a", "port"]
 
 
 @contextmanager

@@ -30,10 +30,14 @@ class Actor:
     def __init__(self, name: str, host: str | None, *, is_started: bool) -> None:
         self.name, self.host, self.is_started = name, host, is_started
         self.calls: list[str] = []
+        self.numbers: list[int] = []
+        """Of address books."""
 
     def __getattr__(self, name: str) -> Any:
-        async def call(*_: Any) -> Any:
+        async def call(*given: Any) -> Any:
             self.calls.append(name)
+            if name in ("start", "set_book"):
+                self.numbers.append(next(one for one in given if isinstance(one, int)))
             on = getattr(type(self), f"on_{name}", None)
             return None if on is None else await on(self)
 
@@ -294,3 +298,16 @@ def test_down_without_a_keeper_stops_a_moving_role(monkeypatch: pytest.MonkeyPat
         *("stop instance-0@1", "kill instance-0@1"),
         "kill instance-0@2",
     ]
+
+
+def test_a_clock_that_is_set_back_numbers_books_on(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        keeper = await keeper_of(ray)
+        before = max(number for actor in ray.actors.values() for number in actor.numbers)
+        monkeypatch.setattr(ray_keeper.time, "time_ns", lambda: 1)
+        keeper._send_book()
+        front_end = ray.of("front-end-0")
+        await until(lambda: front_end.numbers[-1] > before)
+        assert keeper._place(keeper._kept["front-end-0"])[0] > before
+
+    asyncio.run(run())

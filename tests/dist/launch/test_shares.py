@@ -3,9 +3,13 @@ from __future__ import annotations
 
 import pytest
 
+from moe_lora.config.cluster import read_cluster
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.launch.cluster_file import thread_share
+from moe_lora.dist.launch.local import checked
 from moe_lora.dist.launch.roles import seed_of
+
+CONTROLLER = "controller: {address: 'h:3', engines_address: 'h:4'}"
 
 
 @pytest.mark.parametrize(
@@ -29,3 +33,26 @@ def test_seeds_differ_between_instances_and_incarnations():
 
 def test_seed_of_a_started_instance_is_the_same_each_time():
     assert seed_of(5, "instance-0", 0) == seed_of(5, "instance-0", 0) == seed_of(4, "instance-0", 0) + 1
+
+
+@pytest.mark.parametrize(
+    ("of_two", "more", "named"),
+    [
+        ("port: 82, host: h", CONTROLLER, "host, front_ends.two.port"),
+        ("admin_address: /a", CONTROLLER, "admin_address"),
+        (
+            "port: 81",
+            "controllers: {a: {address: 'h:3', engines_address: 'h:4'}}\nleadership: {store: 'etcd://h:5'}",
+            "controllers, leadership",
+        ),
+    ],
+)
+def test_one_server_refuses_addresses_of_roles_apart(tmp_path, of_two, more, named):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "model_dir: m\nfront_end: {port: 81}\n"
+        "front_ends:\n  one: {engines_address: 'h:1'}\n"
+        f"  two: {{engines_address: 'h:2', {of_two}}}\n{more}\n"
+    )
+    with pytest.raises(ConfigError, match=f"{named}: all front ends of one server have the addresses in"):
+        checked(read_cluster(file))

@@ -263,7 +263,7 @@ def test_memory_of_the_written_file_holds_the_planned_adapters(tmp_path: Path) -
     (tmp_path / "plan.yaml").write_text(plan_yaml(plan, None))
     written = read_cluster(tmp_path / "plan.yaml").lora_server
     assert written is not None
-    server = replace(written, address="server", store_dir=str(tmp_path))
+    server = replace(written, address="server:7500", store_dir=str(tmp_path))
     shape, layout = known_model("Mixtral-8x7B").shape, Layout.parse(plan.layout)
     memory = plan_memory(server, Partition(shape, layout, 2, sites="auto"), torch.bfloat16, [])
     on_rank = AdapterMix(ranks=((64, 1.0),)).bytes_on_rank(shape, layout)

@@ -7,6 +7,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from functools import partial
 
 from anyio import current_time, fail_after
 
@@ -54,6 +56,8 @@ class CapacityController:
         """Held by a restart, a resize, and a change of the layout."""
         self._is_changing = False
         """The keeper changes the layout for a former controller."""
+        self.num_live: Callable[[], int] = lambda: 0
+        """Instances in routing."""
         self.relayout: Callable[[str, int, float], Awaitable[str]] | None = None
         """Starts a server of this layout, capacity and limit_s; returns the address.  None: fixed."""
 
@@ -106,13 +110,15 @@ class CapacityController:
         LoraServerError if a rank, link or instance is missing after limit_s.
         """
         async with self._change():  # a second restart would end the leader while a rank loads
+            num_live = self.num_live()
             before = state = await self._until_whole(limit_s)
             for server_rank in (*range(1, len(before.ranks)), 0):
                 if state.incarnation != before.incarnation:
                     break  # a launcher such as torchrun restarts all ranks
                 logger.info("rank %d of the LoRA Server is told to end, to be started again", server_rank)
                 await asyncio.to_thread(self._admin.restart, server_rank)
-                state = await self._until_back(state, server_rank, limit_s)
+                state = replace(state, num_instances=before.num_instances)
+                state = await self._until_back(state, server_rank, limit_s, num_live)
             return state
 
     @verb
@@ -132,6 +138,7 @@ class CapacityController:
             )
         async with self._change():
             end_s = current_time() + limit_s
+            num_live = self.num_live()
             before = await asyncio.to_thread(self._admin.state)
             address = await self.relayout(layout, before.capacity, limit_s)
             self.use_lora_server(address)
@@ -139,6 +146,7 @@ class CapacityController:
                 max(LOOK_S, end_s - current_time()),
                 f"the LoRA Server is {layout}, but",
                 before.num_instances,
+                num_live,
             )
 
     def use_lora_server(self, address: str, is_changing: bool = False) -> None:
@@ -157,34 +165,43 @@ class CapacityController:
         limit_s: float,
         what: str = "no rank of the LoRA Server was ended:",
         num_instances: int = 0,
+        num_live: int = 0,
     ) -> ServerState:
         problem = (
             f"{what} after limit_s={limit_s:g} not all of them are there with "
             "their links to the instances (GET /v1/lora_server: ranks, unlinked); their logs say why"
         )
+        return await self._until(lambda one: one.is_whole, limit_s, problem, num_instances, num_live)
 
-        def is_whole(state: ServerState) -> bool:
-            return state.is_whole and state.num_instances >= num_instances
-
-        return await self._until(is_whole, limit_s, problem)
-
-    async def _until_back(self, before: ServerState, server_rank: int, limit_s: float) -> ServerState:
+    async def _until_back(
+        self, before: ServerState, server_rank: int, limit_s: float, num_live: int
+    ) -> ServerState:
         problem = (
             f"rank {server_rank} of the LoRA Server was ended and is not back, with the instances, after "
             f"limit_s={limit_s:g}; its log says why, and instances compute its part meanwhile"
         )
-        return await self._until(lambda state: _is_back(state, before, server_rank), limit_s, problem)
+        is_back = partial(_is_back, before, server_rank)
+        return await self._until(is_back, limit_s, problem, before.num_instances, num_live)
 
     async def _until(
-        self, condition: Callable[[ServerState], bool], limit_s: float, problem: str
+        self,
+        condition: Callable[[ServerState], bool],
+        limit_s: float,
+        problem: str,
+        num_instances: int,
+        num_live: int,
     ) -> ServerState:
-        """The first state that fulfils the condition.  Raises LoraServerError(problem) after limit_s."""
+        """The first state that fulfils the condition, with all instances but those that left the live.
+
+        Raises LoraServerError(problem) after limit_s.
+        """
         try:
             with fail_after(limit_s):
                 while True:
                     with suppress(LoraServerError):
                         state = await asyncio.to_thread(self._admin.state)
-                        if condition(state):
+                        num_gone = max(0, num_live - self.num_live())
+                        if condition(state) and state.num_instances >= num_instances - num_gone:
                             return state
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
@@ -228,10 +245,9 @@ class CapacityController:
             logger.warning("the LoRA Server's capacity stays %d: %s", state.capacity, error)
 
 
-def _is_back(state: ServerState, before: ServerState, server_rank: int) -> bool:
+def _is_back(before: ServerState, server_rank: int, state: ServerState) -> bool:
     is_new = state.incarnation != before.incarnation or state.ranks[server_rank] > before.ranks[server_rank]
-    is_linked = state.num_instances >= before.num_instances and not state.unlinked[server_rank]
-    return is_new and all(state.ranks) and is_linked
+    return is_new and all(state.ranks) and not state.unlinked[server_rank]
 
 
 def make_capacity_controller(cluster: ClusterConfig, client: EngineClient) -> CapacityController:

@@ -59,6 +59,8 @@ class ClusterController:
 
             self._verbs |= verbs_of(RegistryVerbs(registry, adapters.devices))
         self.window = None if provision is None else provision.window
+        if provision is not None:
+            provision.num_live = lambda: len(adapters.instance_registry.live)
 
     @property
     def figures(self) -> Figures:
