@@ -61,13 +61,13 @@ def test_a_changed_template_is_used_by_a_second_name_and_after_a_load_in_place(t
 
         load("own")
         assert answer("own") == "XYZ"
-        config["chat_template"] = "{{ bos_token }}abd="
+        config["chat_template"] = "{{ bos_token }}mno="
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
         load("second")
-        assert (answer("own"), answer("second")) == ("XYZ", "ABD")
+        assert (answer("own"), answer("second")) == ("XYZ", "MNO")
         for _ in range(2):
             load("own")
-        assert answer("own") == "ABD"
+        assert answer("own") == "MNO"
         (folder / "chat_template.jinja").write_text("{{ bos_token }}xyz=")
         load("own")
         assert answer("own") == "XYZ"
