@@ -7,8 +7,9 @@ Real: routers, the registry of instances, the controller with its states, and tw
 their own, over a socket.  Stand-ins: the instances, which answer a load at once, without a message.  Expected
 before the first run: a decision in 50 us at P50 (256 attributes at 0.1 us, read twice); a change in 1 kB and
 50 ms, the same for 1,000 and 100,000 adapters; the idle controller compares four tables of all adapters five
-times a second, in 10 % of a core.  Expected later: 1.3 ms by rank_aware, 0.3 ms by shortest_pending_time (256
-costs at 5 and 1 us).
+times a second, in 10 % of a core.  Expected of rank_aware and shortest_pending_time, with
+facts of instances in columns: 30 and 10 operations on 256 numbers at 0.6 us, 10 us for the candidates, 4 us
+for each exact cost.
 """
 
 from __future__ import annotations
