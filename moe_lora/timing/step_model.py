@@ -90,7 +90,7 @@ class StepWork:
         return 1.0, num_tokens, experts, num_tokens * largest, ranks, adapter_ranks, expert_ranks
 
     def _change(self, rows: Iterable[tuple[str | None, int, int]], sign: int) -> None:
-        # One loop without calls: a router counts all adapters of an instance at each change.
+        # One loop without calls: a router counts all adapters of an instance after changes.
         unused, tokens_of, tokens_of_rank = self._unused, self._tokens_of, self._tokens_of_rank
         for adapter, lora_rank, num_tokens in rows:
             if not num_tokens:

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 _Floats = NDArray[np.float64]
 _OUTSTANDING = attrgetter("outstanding_tokens")
 _FEW = 8
-"""Fewer costs are computed without a look for equal states."""
-_PHASES = ("decode", "prefill")
+"""Fewer exact costs take less time than bounds."""
 _SLACK = 1e-9
-"""Above the rounding error of `RankAware._bounds_s`, relative to its terms; expert_share: above 1e-5."""
+"""Above the rounding error of `RankAware._bounds_s`, relative to its terms."""
+_SHARE_SLACK = 1e-14
+"""The same for a small expert_share, of which a rounded 1 - expert_share keeps fewer digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,55 +62,62 @@ class CostModel:
         return min(load_s, start_s) if load_s else start_s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Work:
+    """facts: a column, counted when read."""
+
     load: InstanceLoad
+    num_changes: int
     queue: StepWork
     all: StepWork
     queue_s: float
     all_s: float
+    facts: tuple[float, ...] = ()
 
 
 class _ByColumns:
-    """Keeps facts of instances in columns; a change of a load recounts its column."""
+    """Keeps facts of instances in columns; a choice first recounts those of changed loads."""
 
     def __init__(self, model: CostModel, ranks: Mapping[str, int], max_loras: int | None) -> None:
         self._model = model
         self._ranks = ranks
         self._max_loras = max_loras
-        self._works: dict[int, _Work] = {}
-        self._columns = np.zeros((0, 0))
+        self._found: dict[int, _Work] = {}
         self._instances: list[InstanceView] = []
         self._loads: list[InstanceLoad] = []
-        self._at: slice | NDArray[np.intp] = slice(0)
-        """The columns of `_instances`, the latest."""
+        self._changes: list[int] = []
+        self._columns = np.zeros((0, 0))
+        """Of `_instances`, the latest, at `_changes` of `_loads`."""
 
     def _facts(self, work: _Work) -> tuple[float, ...]:
         """A column."""
         raise NotImplementedError
 
-    def _note_tokens(self, index: int, load: InstanceLoad, adapter: str | None) -> None:
-        """Called after a change of an adapter's requests."""
-
     def _read(self, instances: Sequence[InstanceView]) -> _Floats:
         """The facts of these instances."""
         if instances != self._instances:
-            for one in instances:
-                self._of(one)
             self._instances, self._loads = list(instances), [one.load for one in instances]
-            indices, self._positions = [one.index for one in instances], np.arange(len(instances))
-            self._at = slice(len(indices)) if indices == [*range(len(indices))] else np.array(indices)
-        return self._columns[:, self._at]
+            self._changes = [one.num_changes for one in self._loads]
+            self._columns = np.array([self._column(one) for one in instances]).T.copy()
+            return self._columns
+        changes = [one.num_changes for one in self._loads]
+        if changes != self._changes:
+            for at, (now, before) in enumerate(zip(changes, self._changes, strict=True)):
+                if now != before:
+                    self._columns[:, at] = self._column(instances[at])
+            self._changes = changes
+        return self._columns
+
+    def _column(self, instance: InstanceView) -> tuple[float, ...]:
+        work = self._of(instance)
+        work.facts = work.facts or self._facts(work)
+        return work.facts
 
     def _of(self, instance: InstanceView) -> _Work:
-        index, load, before = instance.index, instance.load, self._works.get(instance.index)
-        if before is not None and before.load is load:
-            return before
-        load.watchers += (partial(self._change, index, load),)
-        self._recount(index, load)
-        for adapter in {*load.used, *(before.load.used if before else ())}:
-            self._note_tokens(index, load, adapter)
-        return self._works[index]
+        load, work = instance.load, self._found.get(instance.index)
+        if work is None or work.load is not load or work.num_changes != load.num_changes:
+            work = self._found[instance.index] = self._count(load)
+        return work
 
     def _row(self, adapter: str | None, num_tokens: int) -> Row:
         return Row(adapter, 0 if adapter is None else self._ranks.get(adapter, 0), num_tokens)
@@ -117,25 +125,14 @@ class _ByColumns:
     def _has_room(self, adapter: str | None, instance: InstanceView) -> bool:
         return instance.load.has_room(adapter, self._max_loras)
 
-    def _with_room(self, adapter: str | None) -> list[int]:
+    def _with_room(self, adapter: str | None, instances: Sequence[InstanceView]) -> list[int]:
         """Positions of the instances with room for the adapter, or of all."""
-        found = [at for at, one in enumerate(self._instances) if self._has_room(adapter, one)]
-        return found or [*range(len(self._instances))]
+        found = [at for at, one in enumerate(instances) if self._has_room(adapter, one)]
+        return found or [*range(len(instances))]
 
     def _lacking(self, adapter: str | None) -> NDArray[np.bool_]:
         """True for instances without the adapter, as `InstanceLoad.has`."""
         return np.array([adapter not in one.recent and adapter not in one.used for one in self._loads])
-
-    def _change(self, index: int, load: InstanceLoad, adapter: str | None) -> None:
-        if self._works[index].load is load:
-            self._recount(index, load)
-            self._note_tokens(index, load, adapter)
-
-    def _recount(self, index: int, load: InstanceLoad) -> None:
-        self._works[index] = work = self._count(load)
-        if index >= self._columns.shape[1]:
-            self._columns = _widened(self._columns, len(self._facts(work)), 2 * index + 8)
-        self._columns[:, index] = self._facts(work)
 
     def _count(self, load: InstanceLoad) -> _Work:
         model, ranks = self._model.steps, self._ranks
@@ -144,13 +141,7 @@ class _ByColumns:
             for part in (load.waiting_prompts.items(), chain(load.running.items(), load.waiting.items()))
         )
         times = (model.seconds("prefill", queue), model.seconds("decode", everything))
-        return _Work(load, queue, everything, *times)
-
-
-def _widened(columns: _Floats, num_rows: int, num_columns: int) -> _Floats:
-    wider = np.zeros((num_rows, num_columns))
-    wider[: len(columns), : columns.shape[1]] = columns
-    return wider
+        return _Work(load, load.num_changes, queue, everything, *times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +183,8 @@ class RankAware(_ByColumns, RequestListener):
 
     def __init__(self, model: CostModel, ranks: Mapping[str, int], max_loras: int | None = None) -> None:
         super().__init__(model, ranks, max_loras)
-        self._tokens: dict[str, _Floats] = {}
         self._unused = 1.0 - model.steps.expert_share
+        self._slack = max(_SLACK, _SHARE_SLACK / model.steps.expert_share)
         self._answers = AnswerMean()
         self._num_choices = {"finite": 0, "infinite": 0}
 
@@ -212,48 +203,64 @@ class RankAware(_ByColumns, RequestListener):
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
         """The least (`cost_s`, token work, index) of the instances with room, or of all.
 
-        Columns give each cost up to _SLACK.  `cost_s` then decides among the lowest costs.  The least of all
-        is the least of those with room if it has room.
+        Among more than _FEW, columns give each cost up to the slack; `cost_s` then decides among the lowest
+        costs.  The least of all is the least of those with room if it has room.
         """
-        asked, facts, before = self._ask(request), self._read(instances), None
-        if request.adapter in self._tokens:
-            before = self._tokens_of(request.adapter)[:, self._at]
-        missing = self._lacking(request.adapter) if asked.start_s else None
-        lowest_s, highest_s = self._bounds_s(asked, facts, before, missing)
-        state = [one for one in (facts, before, missing) if one is not None]
-
-        def least(at: slice | list[int]) -> tuple[float, Instance]:
-            positions, lowest, least_s = self._positions[at], lowest_s[at], highest_s[at].min()
-            chosen = positions[lowest <= least_s if least_s < math.inf else lowest < math.inf].tolist()
-            if len(chosen) > (least_s < math.inf):
-                works = [self._of(instances[one]) for one in chosen]
-                if len(chosen) > _FEW:
-                    rows = np.concatenate([one[..., chosen].reshape(-1, len(chosen)) for one in state])
-                    if (rows == rows[:, :1]).all():
-                        works = works[:1]
-                costs_s = [self._cost_s(asked, one) for one in works]
-                least_s = min(costs_s)
-                if len(works) == len(chosen):
-                    chosen = [one for one, cost_s in zip(chosen, costs_s, strict=True) if cost_s == least_s]
-            chosen = positions if least_s == math.inf else chosen
-            return least_s, min([instances[one] for one in chosen], key=_OUTSTANDING)
-
-        least_s, chosen = least(slice(None))
-        if not self._has_room(request.adapter, chosen):
-            least_s, chosen = least(self._with_room(request.adapter))
+        asked = self._ask(request)
+        if len(instances) <= _FEW:
+            fitting = [instances[at] for at in self._with_room(request.adapter, instances)]
+            least_s, chosen = self._least_exactly(asked, fitting)
+        else:
+            bounds_s = self._bounds_s(asked, self._read(instances))
+            least_s, chosen = self._least(asked, instances, *bounds_s)
+            if not self._has_room(request.adapter, chosen):
+                positions = self._with_room(request.adapter, instances)
+                fitting = [instances[at] for at in positions]
+                least_s, chosen = self._least(asked, fitting, *(one[positions] for one in bounds_s))
         self._num_choices["infinite" if least_s == math.inf else "finite"] += 1
         return chosen
 
+    def _least(
+        self, asked: _Asked, instances: Sequence[Instance], lowest_s: _Floats, highest_s: _Floats
+    ) -> tuple[float, Instance]:
+        """The least, and its cost or an upper bound."""
+        least_s = highest_s.min()
+        lowest = (lowest_s <= min(least_s, sys.float_info.max)).nonzero()[0]
+        chosen = [instances[at] for at in lowest]
+        if len(chosen) > (least_s < math.inf) and (lowest_s[lowest] < highest_s[lowest]).any():
+            least_s, least = self._least_exactly(asked, chosen)
+            if least_s < math.inf:
+                return least_s, least
+        return least_s, min(instances if least_s == math.inf else chosen, key=_OUTSTANDING)
+
+    def _least_exactly(self, asked: _Asked, instances: Sequence[Instance]) -> tuple[float, Instance]:
+        costs_s = self._costs_s(asked, instances)
+        least_s = min(costs_s)
+        chosen = [one for one, cost_s in zip(instances, costs_s, strict=True) if cost_s == least_s]
+        return least_s, min(chosen, key=_OUTSTANDING)
+
+    def _costs_s(self, asked: _Asked, instances: Sequence[InstanceView]) -> list[float]:
+        """Each `_cost_s`; idle instances have one or two costs."""
+        costs_s, of_idle = [], dict[bool, float]()
+        for there in map(self._of, instances):
+            has = there.load.has(asked.prompt.adapter)
+            if there.all.num_tokens or has not in of_idle:
+                costs_s.append(self._cost_s(asked, there))
+                if not there.all.num_tokens:
+                    of_idle[has] = costs_s[-1]
+            else:
+                costs_s.append(of_idle[has])
+        return costs_s
+
     def _facts(self, work: _Work) -> tuple[float, ...]:
-        """For `_bounds_s`: decode with a further request, prefill; last, other terms of `_cost_s`."""
+        """For `_bounds_s`: decode with a further request, then prefill."""
         decode, prefill, token = work.all, work.queue, work.all.num_tokens + 1
         padded_s = self._model.steps.coefficients["decode"][3] * token
         decode_s, _ = self._rest_s("decode", decode, token)
-        prefill_s, experts_s = self._rest_s("prefill", prefill, prefill.num_tokens)
+        prefill_s, unread_s = self._rest_s("prefill", prefill, prefill.num_tokens)
         return (
-            *(decode_s, padded_s, decode.largest_rank, work.all_s, decode.num_tokens, _SLACK * token),
-            *(prefill_s + experts_s, experts_s, prefill.num_tokens, prefill.largest_rank, work.queue_s),
-            *(*decode.terms()[4:], *prefill.terms()[4:]),
+            *(decode_s, padded_s, decode.largest_rank, work.all_s, decode.num_tokens),
+            *(prefill_s + unread_s, unread_s, prefill.num_tokens, prefill.largest_rank, work.queue_s),
         )
 
     def _rest_s(self, phase: str, work: StepWork, num_tokens: int) -> tuple[float, float]:
@@ -264,66 +271,47 @@ class RankAware(_ByColumns, RequestListener):
         ranks_s = rank * ranks + adapter_rank * adapter_ranks + expert_rank * expert_ranks
         return step + token * num_tokens + experts - unread_s + ranks_s, unread_s
 
-    def _note_tokens(self, index: int, load: InstanceLoad, adapter: str | None) -> None:
-        if adapter is None:
-            return
-        tokens = self._tokens_of(adapter)
-        numbers = load.used.get(adapter, 0), load.waiting_prompts[adapter]
-        tokens[:, index] = *numbers, *(1.0 - self._unused**number for number in numbers)
-        if not tokens[0].any():
-            del self._tokens[adapter]
-
-    def _tokens_of(self, adapter: str) -> _Floats:
-        """By instance: rows of a decode step, tokens of waiting prompts; experts read by either."""
-        tokens = self._tokens.get(adapter, np.zeros((4, 0)))
-        if tokens.shape[1] < self._columns.shape[1]:
-            self._tokens[adapter] = tokens = _widened(tokens, 4, self._columns.shape[1])
-        return tokens
-
-    def _bounds_s(
-        self, asked: _Asked, facts: _Floats, before: _Floats | None, missing: NDArray[np.bool_] | None
-    ) -> tuple[_Floats, _Floats]:
+    def _bounds_s(self, asked: _Asked, facts: _Floats) -> tuple[_Floats, _Floats]:
         """Bounds of `_cost_s`: `StepWork.terms` and `_cost_s` in another order of additions."""
-        _, lora_rank, num_tokens = asked.prompt
+        adapter, lora_rank, num_tokens = asked.prompt
         model, padded_token_s = self._model, self._model.steps.coefficients["prefill"][3]
-        limit_s = model.slo_tpot_s
-        decode_s, padded_s, largest, all_s, rows, slack = facts[:6]
-        (prefill_s, unread_s, queued, queued_rank, queue_s), mean = facts[6:11], asked.mean_tokens
+        limit_s, slack, mean = model.slo_tpot_s, self._slack, asked.mean_tokens
+        decode_s, padded_s, largest, all_s, rows = facts[:5]
+        prefill_s, unread_s, queued, queued_rank, queue_s = facts[5:]
+        # The rows of the adapter there.  The base model has rank 0, and no such terms.
+        used = [one.used.get(adapter, 0) for one in self._loads] if lora_rank else []
+        prompts = [one.waiting_prompts.get(adapter, 0) for one in self._loads] if any(used) else []
         decode_s = decode_s + padded_s * np.maximum(largest, lora_rank)
-        decode_s += self._added_s("decode", lora_rank, 1, before)
+        decode_s += self._added_s("decode", lora_rank, 1, used)
         prefill_s = prefill_s - self._unused**num_tokens * unread_s
         prefill_s += (queued + num_tokens) * (padded_token_s * np.maximum(queued_rank, lora_rank))
-        prefill_s += self._added_s("prefill", lora_rank, num_tokens, before)
-        if missing is not None:
-            prefill_s += asked.start_s * missing
+        prefill_s += self._added_s("prefill", lora_rank, num_tokens, prompts)
+        if asked.start_s:
+            prefill_s += asked.start_s * self._lacking(adapter)
         own_s = prefill_s / mean + decode_s
+        counts_own = model.cost == "all"
         costs_s = (own_s - queue_s / mean - all_s) * rows
-        if model.cost == "all":
+        if counts_own:
             costs_s += own_s
-        own_s *= slack
+        own_s *= slack * (rows + counts_own)
         lowest_s, highest_s = costs_s - own_s, costs_s + own_s
-        if decode_s.max() > limit_s * (1 - _SLACK):
-            lowest_s[decode_s > limit_s * (1 + _SLACK)] = math.inf
-            highest_s[decode_s > limit_s * (1 - _SLACK)] = math.inf
+        if decode_s.max() > limit_s * (1 - slack):
+            lowest_s[decode_s > limit_s * (1 + slack)] = math.inf
+            highest_s[decode_s > limit_s * (1 - slack)] = math.inf
         return lowest_s, highest_s
 
-    def _added_s(
-        self, phase: str, lora_rank: int, num_tokens: int, before: _Floats | None
-    ) -> _Floats | float:
-        """Seconds of a row beside other rows of its adapter."""
+    def _added_s(self, phase: str, lora_rank: int, num_tokens: int, before: Sequence[int]) -> _Floats | float:
+        """Seconds of a row beside `before` tokens of its adapter; empty: none anywhere."""
         _, token, _, _, rank, adapter_rank, expert_rank = self._model.steps.coefficients[phase]
         share_s = expert_rank * lora_rank * (1.0 - self._unused**num_tokens)
         distinct_s = adapter_rank * lora_rank if num_tokens else 0.0
         added_s = lora_rank * rank * num_tokens + distinct_s + share_s
         if phase == "prefill":
             added_s += token * num_tokens
-        if before is None:
+        if not any(before):
             return added_s
-        number, read = before[_PHASES.index(phase) :: 2]
-        less = read * share_s
-        if distinct_s:
-            less += (number > 0) * distinct_s
-        return added_s - less
+        number = np.array(before, float)
+        return added_s - share_s * (1.0 - self._unused**number) - distinct_s * (number > 0)
 
     def cost_s(self, request: RoutedView, instance: InstanceView) -> float:
         """Seconds per token."""
@@ -367,34 +355,24 @@ class ShortestPendingTime(_ByColumns):
         self._max_num_seqs = max_num_seqs
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
-        queue_s, all_s, waiting_tokens, num_seats = self._read(instances)
-        outstanding = np.array([one.outstanding_tokens for one in instances], float)
-        pending_s = queue_s + np.maximum(0.0, outstanding - waiting_tokens) / num_seats * all_s
-        if start_s := self._start_s(request):
-            pending_s[self._lacking(request.adapter)] += start_s
+        pending_s = self.pending_s(request, instances)
         chosen = instances[pending_s.argmin()]
         if self._has_room(request.adapter, chosen):
             return chosen
-        positions = self._with_room(request.adapter)
+        positions = self._with_room(request.adapter, instances)
         return instances[positions[pending_s[positions].argmin()]]
+
+    def pending_s(self, request: RoutedView, instances: Sequence[InstanceView]) -> _Floats:
+        """Estimated seconds until the start at each instance."""
+        queue_s, all_s, waiting_tokens, num_seats = self._read(instances)
+        outstanding = np.array([one.outstanding_tokens for one in instances], float)
+        pending_s = queue_s + np.maximum(0.0, outstanding - waiting_tokens) / num_seats * all_s
+        if request.adapter is not None:
+            start_s = self._model.start_s(self._row(request.adapter, request.prompt_tokens))
+            if start_s:
+                pending_s[self._lacking(request.adapter)] += start_s
+        return pending_s
 
     def _facts(self, work: _Work) -> tuple[float, ...]:
         num_tokens = max(work.all.num_tokens, self._max_num_seqs)
         return work.queue_s, work.all_s, work.load.waiting_tokens, num_tokens
-
-    def pending_s(self, request: RoutedView, instance: InstanceView) -> float:
-        """Estimated seconds until the start."""
-        return self._pending_s(request.adapter, self._start_s(request), instance)
-
-    def _start_s(self, request: RoutedView) -> float:
-        if request.adapter is None:
-            return 0.0
-        return self._model.start_s(self._row(request.adapter, request.prompt_tokens))
-
-    def _pending_s(self, adapter: str | None, start_s: float, instance: InstanceView) -> float:
-        there = self._of(instance)
-        queue_s = there.queue_s
-        if there.all.num_tokens:
-            left = max(0, instance.outstanding_tokens - instance.load.waiting_tokens)
-            queue_s += left / max(there.all.num_tokens, self._max_num_seqs) * there.all_s
-        return queue_s if instance.load.has(adapter) else queue_s + start_s

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from operator import attrgetter
 from typing import Protocol, TypeVar
 
@@ -18,7 +18,7 @@ class InstanceLoad:
     """Unfinished requests of an instance, by adapter (None: the base model).
 
     waiting: without a token yet (in the simulator: queued).  running: decoding.  used: waiting and running.
-    waiting_prompts: prompt tokens.  watchers: called with the adapter after a change of requests.
+    waiting_prompts: prompt tokens.  num_changes: version, for cached sums.
     recent: last used adapters, latest last.  num_elsewhere: requests of other front ends.
     held_back: a request waits for an adapter's slot.  has_slots: False at a LoRA Server.
     """
@@ -28,8 +28,7 @@ class InstanceLoad:
         self.running: Counter[str | None] = Counter()
         self.used: dict[str | None, int] = {}
         self.waiting_prompts: Counter[str | None] = Counter()
-        self.num_requests = self.num_elsewhere = self.waiting_tokens = 0
-        self.watchers: tuple[Callable[[str | None], None], ...] = ()
+        self.num_requests = self.num_elsewhere = self.waiting_tokens = self.num_changes = 0
         self.held_back, self.has_slots = False, True
         self.recent: dict[str, None] = {}
         self._max_recent = max_recent
@@ -54,10 +53,9 @@ class InstanceLoad:
         self.waiting_prompts[adapter] += prompt_tokens
         self.num_requests += 1
         self.waiting_tokens += prompt_tokens
+        self.num_changes += 1
         if adapter is not None:
             self.note(adapter)
-        for watcher in self.watchers:
-            watcher(adapter)
 
     def note(self, adapter: str) -> None:
         """The adapter is on the device, or on its way."""
@@ -69,26 +67,24 @@ class InstanceLoad:
     def start(self, adapter: str | None, prompt_tokens: int) -> None:
         """The request has its first token."""
         self.waiting_tokens -= prompt_tokens
+        self.num_changes += 1
         if self.waiting[adapter] == 1:
             del self.waiting[adapter], self.waiting_prompts[adapter]
         else:
             self.waiting[adapter] -= 1
             self.waiting_prompts[adapter] -= prompt_tokens
         self.running[adapter] += 1
-        for watcher in self.watchers:
-            watcher(adapter)
 
     def end(self, adapter: str | None, prompt_tokens: int, *, started: bool) -> None:
         """The request is over."""
         if not started:
             self.start(adapter, prompt_tokens)
         self.num_requests -= 1
+        self.num_changes += 1
         for counts in (self.used, self.running):
             counts[adapter] -= 1
             if not counts[adapter]:
                 del counts[adapter]
-        for watcher in self.watchers:
-            watcher(adapter)
 
 
 class InstanceView(Protocol):

@@ -117,7 +117,7 @@ def least_cost(request: Request, counted: list[Counted]) -> Counted:
 def least_pending(request: Request, counted: list[Counted]) -> Counted:
     router = pending()
     with_room = [one for one in counted if one.has_room(request.adapter)] or counted
-    return min(with_room, key=lambda one: (router.pending_s(request, one.instance), one.instance.index))
+    return min(with_room, key=lambda one: (router.pending_s(request, [one.instance])[0], one.instance.index))
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ def start_s(path: str, *, lora_server: LoraServerConfig | None = None, **engine:
     there = Instance(0)
     there.load.recent["large"] = None
     router = cast(ShortestPendingTime, routes.router)
-    assert router.pending_s(FOUR, there) == 0
-    return router.pending_s(FOUR, Instance(1))
+    assert router.pending_s(FOUR, [there])[0] == 0
+    return float(router.pending_s(FOUR, [Instance(1)])[0])
 
 
 @pytest.mark.parametrize(
