@@ -30,8 +30,8 @@ _FEW = 8
 """Fewer exact costs take less time than bounds."""
 _SLACK = 1e-9
 """Above the rounding error of `RankAware._bounds_s`, relative to its terms."""
-_SHARE_SLACK = 1e-14
-"""The same for a small expert_share, of which a rounded 1 - expert_share keeps fewer digits."""
+_SMALL_SHARE = 1e-5
+"""Of a smaller expert_share, a rounded 1 - expert_share keeps too few digits for _SLACK."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +184,7 @@ class RankAware(_ByColumns, RequestListener):
     def __init__(self, model: CostModel, ranks: Mapping[str, int], max_loras: int | None = None) -> None:
         super().__init__(model, ranks, max_loras)
         self._unused = 1.0 - model.steps.expert_share
-        self._slack = max(_SLACK, _SHARE_SLACK / model.steps.expert_share)
+        self._slack = _SLACK * max(1.0, _SMALL_SHARE / model.steps.expert_share)
         self._answers = AnswerMean()
         self._num_choices = {"finite": 0, "infinite": 0}
 

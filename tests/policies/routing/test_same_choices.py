@@ -335,6 +335,30 @@ def test_rounding_decides_as_in_the_plain_formula(seed, share):
         routers.choose(Request(rng.choice([None, *RANKS]), prompt_tokens=30), fleet.instances)
 
 
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("share", [0.3, 0.004, 1e-9])
+def test_bounds_from_columns_hold_the_costs(seed, share):
+    rng = random.Random(seed)
+    names = rng.choice((("experts", "expert_ranks"), ("experts",), ("step", *TERMS, "padded_ranks")))
+    decode_s, prefill_s = ({name: rng.random() * 1e-3 for name in names} for _ in range(2))
+    steps = StepModel(kernel="bgmv", form="full", expert_share=share, decode_s=decode_s, prefill_s=prefill_s)
+    host = rng.choice([None, FixedStart()])
+    model, fleet = CostModel(steps=steps, cost=rng.choice(RANK_AWARE_COSTS), host=host), Fleet(20)
+    routers = compared(model)
+    for _ in range(4):
+        for _ in range(60):
+            kind, tokens = rng.choice(("add", "add", "start", "end")), rng.randrange(4)
+            fleet.change(kind, rng.randrange(20), rng.choice(ADAPTERS), tokens)
+        for adapter in ADAPTERS:
+            request = Request(adapter, prompt_tokens=rng.randrange(1, 30))
+            router = routers.by_cost
+            bounds_s = router._bounds_s(router._ask(request), router._read(fleet.instances))
+            costs_s = [plain_cost_s(model, RANKS, request, one) for one in fleet.instances]
+            for lowest_s, cost_s, highest_s in zip(bounds_s[0], costs_s, bounds_s[1], strict=True):
+                assert lowest_s <= cost_s <= highest_s
+            routers.choose(request, fleet.instances)
+
+
 @pytest.mark.parametrize("num", [2, 12])
 def test_the_load_of_a_former_instance_does_not_count(num):
     seconds = {"step": 1e-3, "ranks": 1e-5}
@@ -360,6 +384,7 @@ def test_idle_instances_cost_alike_if_they_have_the_adapter(num, cost):
     fleet.instances[1].load.note("adapter-1")
     routers.choose(Request("adapter-1", prompt_tokens=10), fleet.instances)
     # Busy, with less work by count.
+    fleet.instances[0].load.note("adapter-1")
     for position in range(1, num):
         fleet.instances[position].outstanding_tokens = 0
         fleet.change("add", position, "adapter-1", 0)
