@@ -355,7 +355,7 @@ class InstanceRegistry:
         return instance
 
     def note_slots(self, has_slots: Callable[[Instance], bool]) -> None:
-        """Adapters take slots of these instances alone, present and future."""
+        """Adapters take slots at instances of which `has_slots` is true: present ones, and later entries."""
         self._has_slots = has_slots
         for instance in self.instances:
             instance.load.has_slots = has_slots(instance)
