@@ -240,20 +240,21 @@ class RankAware(_ByColumns, RequestListener):
         return least_s, min(chosen, key=_OUTSTANDING)
 
     def _costs_s(self, asked: _Asked, instances: Sequence[InstanceView]) -> list[float]:
-        """Each `_cost_s`; idle instances have one or two costs."""
-        costs_s, of_idle = [], dict[bool, float]()
-        for there in map(self._of, instances):
-            has = there.load.has(asked.prompt.adapter)
-            if there.all.num_tokens or has not in of_idle:
-                costs_s.append(self._cost_s(asked, there))
-                if not there.all.num_tokens:
-                    of_idle[has] = costs_s[-1]
-            else:
-                costs_s.append(of_idle[has])
+        """Each `_cost_s`, once for equal states."""
+        if len(instances) <= _FEW:
+            return [self._cost_s(asked, self._of(one)) for one in instances]
+        costs_s, known, adapter = [], dict[Hashable, float](), asked.prompt.adapter
+        for one in instances:
+            load = one.load
+            tokens = load.used.get(adapter, 0), load.waiting_prompts.get(adapter, 0)
+            state = self._column(one), tokens, load.has(adapter)
+            if state not in known:
+                known[state] = self._cost_s(asked, self._of(one))
+            costs_s.append(known[state])
         return costs_s
 
     def _facts(self, work: _Work) -> tuple[float, ...]:
-        """For `_bounds_s`: decode with a further request, then prefill."""
+        """For `_bounds_s`: decode with a further request, then prefill; last, other terms of `_cost_s`."""
         decode, prefill, token = work.all, work.queue, work.all.num_tokens + 1
         padded_s = self._model.steps.coefficients["decode"][3] * token
         decode_s, _ = self._rest_s("decode", decode, token)
@@ -261,6 +262,7 @@ class RankAware(_ByColumns, RequestListener):
         return (
             *(decode_s, padded_s, decode.largest_rank, work.all_s, decode.num_tokens),
             *(prefill_s + unread_s, unread_s, prefill.num_tokens, prefill.largest_rank, work.queue_s),
+            *(*decode.terms()[4:], *prefill.terms()[4:]),
         )
 
     def _rest_s(self, phase: str, work: StepWork, num_tokens: int) -> tuple[float, float]:
@@ -277,7 +279,7 @@ class RankAware(_ByColumns, RequestListener):
         model, padded_token_s = self._model, self._model.steps.coefficients["prefill"][3]
         limit_s, slack, mean = model.slo_tpot_s, self._slack, asked.mean_tokens
         decode_s, padded_s, largest, all_s, rows = facts[:5]
-        prefill_s, unread_s, queued, queued_rank, queue_s = facts[5:]
+        prefill_s, unread_s, queued, queued_rank, queue_s = facts[5:10]
         # The rows of the adapter there.  The base model has rank 0, and no such terms.
         used = [one.used.get(adapter, 0) for one in self._loads] if lora_rank else []
         prompts = [one.waiting_prompts.get(adapter, 0) for one in self._loads] if any(used) else []
