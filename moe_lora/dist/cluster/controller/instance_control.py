@@ -46,11 +46,14 @@ class InstanceControl:
     async def drain_instance(self, name: str) -> None:
         """Give an instance no requests, and move requests elsewhere if possible.
 
-        Raises ConfigError for an unknown or the last undrained instance.
+        Raises ConfigError for an unknown or the last undrained instance, or after an undrain meanwhile.
         """
         await self._named(name)
-        await self._check_others(name, lambda: self._registry.undrained)
-        await self._warm_others({name})
+        orders = self._registry.drains.orders
+        await self._warm_others(name, lambda: self._registry.undrained)
+        later = self._registry.drains.orders.get(name)
+        if later is not None and not later.drained and later != orders.get(name):
+            raise ConfigError(f"instance {name!r} was undrained before its drain began")
         await self._order(name, drained=True)
         logger.info("instance %s is drained", name)
 
@@ -83,8 +86,8 @@ class InstanceControl:
             instance = await self._named(name)
             await self._check_others(name, self._not_drained)
             await _until(lambda: instance.live, limit_s, _not_here(name))
+            await self._warm_others(name, self._not_drained)
             before = instance.incarnation
-            await self._warm_others({name})
             self._registry.drains.restart({name})
             logger.info("instance %s is drained until it is started again", name)
             try:
@@ -125,8 +128,9 @@ class InstanceControl:
         finally:
             self.changing.release()
 
-    def check_leaving(self, names: Collection[str]) -> None:
-        """Raises ConfigError if instances leave, and no other takes requests."""
+    async def check_leaving(self, names: Collection[str]) -> None:
+        """Start loads at others.  Raises ConfigError if instances leave, and no other takes requests."""
+        await self._start_loads(names)  # other instances may leave meanwhile
         stays = any(one.name not in names for one in self._registry.undrained)
         if not stays and any(one.name in names for one in self._registry.live):
             raise ConfigError(f"{', '.join(names)} can't leave: no other takes requests; undrain one first")
@@ -138,7 +142,6 @@ class InstanceControl:
             return [one for one in self._registry.instances if one.name in names]
 
         drains = self._registry.drains
-        await self._warm_others(names)
         drains.restart(names)
         logger.info("instances %s are drained, to end for good", ", ".join(names))
         try:
@@ -157,7 +160,13 @@ class InstanceControl:
         finally:
             drains.restart(())
 
-    async def _warm_others(self, names: Collection[str]) -> None:
+    async def _warm_others(self, name: str, undrained: Callable[[], Sequence[Instance]]) -> None:
+        """Start loads, then check again: other instances may leave meanwhile."""
+        await self._check_others(name, undrained)
+        await self._start_loads({name})
+        await self._check_others(name, undrained)
+
+    async def _start_loads(self, names: Collection[str]) -> None:
         """Start loads of the leaving instances' adapters in use, before requests go to the others."""
         undrained = self._registry.undrained
         others = [one for one in undrained if one.name not in names]
