@@ -99,6 +99,23 @@ def test_others_load_the_adapters_that_a_leaving_instance_uses_before_they_get_i
     assert loads == [(["a", "b"], frozenset())]
 
 
+def test_each_adapter_loads_at_one_instance_of_the_role_unless_one_has_it(front_end, made):
+    made.extend(Instance(name, front_end.socket, number=5) for name in ("three", "four", "prompts"))
+    until(lambda: len(front_end.names()) == 5)
+    usual = AdapterInfo(name="", version=1, lora_rank=1, nbytes=1, targets=(), path="", residency="device")
+    uses = {"a": (1, 0), "waits": (0, 3), "b": (2, 0), "there": (9, 0), "idle": (0, 0)}
+    infos = [replace(usual, name=name, num_running=r, num_waiting=w) for name, (r, w) in uses.items()]
+    made[1].loop.list_adapters = lambda: infos
+    made[3].loop.list_adapters = lambda: [replace(usual, name="there")]
+    control = InstanceControl(front_end.instance_registry, 20.0, ["prompts"])
+    front_end.run(control.drain_instance("one"))
+    calls = [[args for verb, *args in one.loop.calls if verb == "preload_adapters"] for one in made[2:]]
+    loads = [names for [[names]] in filter(None, calls)]
+    assert calls[-1] == []
+    assert len(loads) == 3
+    assert sorted(name for names in loads for name in names) == ["a", "b", "waits"]
+
+
 @pytest.mark.parametrize("other", ["drain", "restart"])
 def test_of_two_instances_that_leave_at_once_one_stays(front_end, control, other):
     async def both() -> list:
