@@ -69,7 +69,7 @@ def parse_dialled(setting: str, address: str) -> Address:
     if is_any_host(place.host):
         raise ConfigError(
             f"{setting}={address} is dialled by other roles, and names no host; give a name or an IP address "
-            "of this role's host"
+            "of the listener's host"
         )
     return place
 
