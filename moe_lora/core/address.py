@@ -50,9 +50,6 @@ def parse_address(setting: str, address: str) -> Address:
     return Address(host, int(found[3]))
 
 
-ANY_HOSTS = ("0.0.0.0", "::")
-
-
 def is_any_host(host: str) -> bool:
     """True for all addresses of a host, in any spelling."""
     if ":" in host:

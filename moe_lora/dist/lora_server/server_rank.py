@@ -17,7 +17,7 @@ import torch
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.leases.leases import LeaseTable
 from moe_lora.config import EngineConfig
-from moe_lora.core.address import ANY_HOSTS, Address, parse_address
+from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import ConfigError, LoraServerError, PeerUnreachableError
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.deltas.session import FrameLayout, PeerFrames
@@ -239,10 +239,9 @@ class ServerRank:
         address = self._server.address
         memory, own_host = network().run(_meet(address, self._keys, self._hello))
         self._build(memory)
-        if address.startswith("/"):
+        own = Address("::" if ":" in own_host else "0.0.0.0")
+        if not own_host:
             own = Address(path=f"{address}.{self._server_rank}")
-        else:
-            own = Address(ANY_HOSTS[":" in own_host])
         self._listen(own, {})
         self._leader: Peer | None = None
         self._orders = Orders(self.loop.server_store, self._store, self._need)

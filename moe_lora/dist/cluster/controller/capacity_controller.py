@@ -140,11 +140,8 @@ class CapacityController:
             expected = self._expected(before)
             address = await self.relayout(layout, before.capacity, limit_s)
             self.use_lora_server(address)
-            return await self._until_whole(
-                max(LOOK_S, end_s - current_time()),
-                f"the LoRA Server is {layout}, but",
-                expected,
-            )
+            rest_s = max(LOOK_S, end_s - current_time())
+            return await self._until_whole(rest_s, f"the LoRA Server is {layout}, but", expected)
 
     def use_lora_server(self, address: str, is_changing: bool = False) -> None:
         """Read state from the server at this socket.  is_changing: refuse changes until the next call."""
