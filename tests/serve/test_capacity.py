@@ -427,7 +427,7 @@ def leave(controller: CapacityController, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_restart_waits_for_an_instance_that_crashes_meanwhile(watched, paper, monkeypatch):
     monkeypatch.setattr(capacity_controller, "LOOK_S", 0.01)
-    in_routing = property(lambda registry: [] if paper.restarted else registry.instances)
+    in_routing = property(lambda registry: ["instance-0", "instance-1"][: 1 if paper.restarted else 2])
     monkeypatch.setattr(InstanceRegistry, "live", in_routing)
     state, counts = paper.state, [1] * 20
 
