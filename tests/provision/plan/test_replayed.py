@@ -265,3 +265,6 @@ def test_remembered_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [TraceRequest(0.0, 1024, 1, hash_ids=(2 + 2 * i, 3 + 2 * i)) for i in range(20)]
     assert prompt_load([again, *others[:3], again]).hit_share == pytest.approx(1023 / (5 * 1024))
     assert prompt_load([again, *others, again]).hit_share == 0
+    count = inputs_module.PromptCount()
+    count.add(replace(again, adapter="a name"))
+    assert {type(key) for key in count._blocks} == {int}
