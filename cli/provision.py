@@ -110,7 +110,7 @@ def provision(**options: Any) -> None:
     part = spread(iter_trace(load.path, load.format), load.num_requests, NUM_REQUESTS)
     trace = Trace(load.path, load.format, tuple(part), load.dropped, load.duration_s > 0)
     try:
-        plan = replayed_share(checked_plan(inputs, trace), load.num_requests, NUM_REQUESTS)
+        plan = replayed_share(checked_plan(inputs, trace), load.num_requests, inputs)
     except SloError as error:
         raise click.ClickException(f"no plan holds this load: {error}") from error
     content, lines, missed = asdict(plan), plan_lines(plan), ""

@@ -17,7 +17,7 @@ import yaml
 from moe_lora.config.devices import instance_names
 from moe_lora.core.errors import CapacityError
 from moe_lora.core.progress import progress
-from moe_lora.provision.plan.checked import place_of, planned_rate
+from moe_lora.provision.plan.checked import place_of, planned_rate, searched_requests
 from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.inputs import PlanInputs, SizedCluster
 from moe_lora.provision.plan.memory import bytes_text
@@ -161,11 +161,12 @@ def _shown(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def replayed_share(plan: Plan, total: int, most: int) -> Plan:
+def replayed_share(plan: Plan, total: int, inputs: PlanInputs) -> Plan:
     """The plan, with its replayed part of the trace among the assumptions."""
-    if total <= most:
+    few, most = searched_requests(inputs)
+    if total <= few:
         return plan
-    part = f"replays take at most {most} of the trace's {total} requests, in {PARTS} runs spread over it"
+    part = f"replays take {few} and {min(most, total)} of the trace's {total} requests, in {PARTS} runs of it"
     return replace(plan, assumptions=(*plan.assumptions, f"{part}; its means and longest request are of all"))
 
 
