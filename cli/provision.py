@@ -23,7 +23,7 @@ _LOAD = (
     click.option("--trace", required=True, type=_FILE, help="Trace file: rate, lengths, adapters if named."),
     FORMAT,
     click.option("--request-rate", type=float, help="Requests per second.  [default: the trace's mean]"),
-    click.option("--peak", is_flag=True, help="Size for the rate of the trace's busiest minute."),
+    click.option("--peak", is_flag=True, help="Rate: the trace's busiest minute; not with --request-rate."),
 )
 _ADAPTERS = (
     click.option(

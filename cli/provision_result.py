@@ -208,7 +208,8 @@ def _sized(plan: Plan) -> Iterator[tuple[str, str]]:
     running = (
         "" if plan.inputs["prompts"] is None else f" decode, {plan.requests_in_service:.1f} with prompts"
     )
-    yield "Requests at once", f"{plan.global_batch:.1f}{running}, {using}"
+    at = f" at {plan.rate_per_s:.4g} requests/s" if plan.inputs["global_batch"] else ""
+    yield "Requests at once", f"{plan.global_batch:.1f}{running}{at}, {using}"
     by_each = f"by the paper's model {plan.capacity_paper}, by the corrected one {plan.capacity_corrected}"
     yield "M*", f"{plan.capacity} adapters for {target:.1%} admitted at once ({by_each})"
     if plan.capacity < plan.expected_active and (plan.kind != "coupled" or plan.slots < plan.expected_active):

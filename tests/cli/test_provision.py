@@ -261,6 +261,8 @@ def test_a_global_batch_is_the_load_whatever_the_traces_rate(tmp_path: Path) -> 
     for plan in plans:
         assert plan["rate_per_s"] == pytest.approx(30 / (200 * plan["tpot_s"]))
         assert plan["inputs"]["rate_per_s"] is None
+    shown = run(tmp_path / "1.0.jsonl", "--adapters", "8", "--global-batch", "30").stdout
+    assert f"with prompts at {plans[1]['rate_per_s']:.4g} requests/s, using" in shown
     fast, slow = ({name: plan[name] for name in ("total_gpus", "prompt_share", "tpot_s")} for plan in plans)
     assert fast == slow
     assert fast["prompt_share"] > 0
