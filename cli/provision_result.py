@@ -166,7 +166,7 @@ def replayed_share(plan: Plan, total: int, inputs: PlanInputs) -> Plan:
     few, most = searched_requests(inputs)
     if total <= few:
         return plan
-    part = f"replays take {few} and {min(most, total)} of the trace's {total} requests, in {PARTS} runs of it"
+    part = f"the search replays {few} and {min(most, total)} of the trace's {total} requests, in {PARTS} runs"
     return replace(plan, assumptions=(*plan.assumptions, f"{part}; its means and longest request are of all"))
 
 

@@ -174,9 +174,9 @@ def test_a_plan_says_that_replays_take_a_part_of_the_trace(trace: Path, tmp_path
     few = 2 * FEW // 3
     for total, most in ((FEW + 1, FEW), (few + 1, few + 1)):
         path = write_trace(tmp_path / "long.jsonl", rows[:total])
-        said = f"- replays take {few} and {most} of the trace's {total} requests, in 12 runs of it;"
+        said = f"- the search replays {few} and {most} of the trace's {total} requests, in 12 runs;"
         assert said in run(path, "--adapters", "2").stdout
-    assert "replays take" not in run(trace, "--adapters", "2").stdout
+    assert "search replays" not in run(trace, "--adapters", "2").stdout
 
 
 def test_prefixes_are_by_adapter_only_where_the_plan_is_for_the_traces(tmp_path: Path) -> None:

@@ -281,13 +281,9 @@ def searched_requests(inputs: PlanInputs) -> tuple[int, int]:
 
 
 def place_of(plan: Plan) -> SizedCluster:
-    if plan.kind == "coupled":
-        tokens = plan.max_num_batched_tokens if plan.full_steps else None
-        return SizedCluster(None, plan.instances, plan.slots, plan.prefill_instances, tokens or 0)
-    tokens = plan.max_num_batched_tokens if plan.full_steps else None
-    return SizedCluster(
-        Layout.parse(plan.layout), plan.instances, plan.prefill_slots, plan.prefill_instances, tokens or 0
-    )
+    coupled, tokens = plan.kind == "coupled", plan.max_num_batched_tokens if plan.full_steps else None
+    layout, slots = (None, plan.slots) if coupled else (Layout.parse(plan.layout), plan.prefill_slots)
+    return SizedCluster(layout, plan.instances, slots, plan.prefill_instances, tokens or 0)
 
 
 def planned_rate(inputs: PlanInputs, plan: Plan) -> float:

@@ -133,8 +133,7 @@ def _even(trace: Trace) -> Trace:
     """The same rate in each of PARTS runs: a day's curve goes, bursts within a run stay."""
     ends = np.linspace(0, len(trace.requests) - 1, PARTS + 1).round().astype(int)
     times = np.array([one.arrival_s for one in trace.requests])
-    moved = np.interp(times, times[ends], ends).tolist()
-    pairs = zip(trace.requests, moved, strict=True)
+    pairs = zip(trace.requests, np.interp(times, times[ends], ends).tolist(), strict=True)
     return replace(trace, requests=tuple(replace(one, arrival_s=at_s) for one, at_s in pairs))
 
 
@@ -345,15 +344,10 @@ def _under_way(requests: Sequence[PlannedRequest], number: int) -> list[PlannedR
     lengths = np.array([request.output_tokens for request in requests], dtype=float)
     rng = np.random.default_rng(0)
     chosen = rng.choice(len(requests), number, p=lengths / lengths.sum())
-    left = np.ceil(lengths[chosen] * rng.uniform(size=number)).astype(int)
+    left = np.ceil(lengths[chosen] * rng.uniform(size=number)).astype(int).tolist()
     return [
-        replace(
-            requests[index],
-            index=len(requests) + place,
-            arrival_s=0.0,
-            output_tokens=max(1, int(left[place])),
-        )
-        for place, index in enumerate(chosen.tolist())
+        replace(requests[index], index=len(requests) + row, arrival_s=0.0, output_tokens=max(1, left[row]))
+        for row, index in enumerate(chosen.tolist())
     ]
 
 
