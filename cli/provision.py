@@ -23,7 +23,7 @@ _LOAD = (
     click.option("--trace", required=True, type=_FILE, help="Trace file: rate, lengths, adapters if named."),
     FORMAT,
     click.option("--request-rate", type=float, help="Requests per second.  [default: the trace's mean]"),
-    click.option("--peak", is_flag=True, help="Size for the rate of the trace's busiest minute."),
+    click.option("--peak", is_flag=True, help="Rate: the trace's busiest minute; not with --request-rate."),
 )
 _ADAPTERS = (
     click.option(
@@ -97,7 +97,8 @@ def provision(**options: Any) -> None:
     from moe_lora.provision.plan.compared import checked_plan
     from moe_lora.provision.plan.verify import NUM_REQUESTS
     from moe_lora.report.results import check_targets
-    from moe_lora.workload.traces.traces import read_trace
+    from moe_lora.workload.traces.records import Trace
+    from moe_lora.workload.traces.traces import iter_trace, spread
 
     from .provision_inputs import model_dir_of, plan_inputs
     from .provision_result import plan_lines, replayed_share, verified
@@ -106,9 +107,10 @@ def provision(**options: Any) -> None:
     inputs, load = plan_inputs(options)
     for reason, count in load.dropped.items():
         click.echo(f"{load.path}: {count} rows left out: {reason}", err=True)
-    trace = read_trace(options["trace"], options["format"], load.num_requests, NUM_REQUESTS)
+    part = spread(iter_trace(load.path, load.format), load.num_requests, NUM_REQUESTS)
+    trace = Trace(load.path, load.format, tuple(part), load.dropped, load.duration_s > 0)
     try:
-        plan = replayed_share(checked_plan(inputs, trace), load.num_requests, NUM_REQUESTS)
+        plan = replayed_share(checked_plan(inputs, trace), load.num_requests, inputs)
     except SloError as error:
         raise click.ClickException(f"no plan holds this load: {error}") from error
     content, lines, missed = asdict(plan), plan_lines(plan), ""

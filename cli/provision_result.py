@@ -17,7 +17,7 @@ import yaml
 from moe_lora.config.devices import instance_names
 from moe_lora.core.errors import CapacityError
 from moe_lora.core.progress import progress
-from moe_lora.provision.plan.checked import place_of, planned_rate
+from moe_lora.provision.plan.checked import place_of, planned_rate, searched_requests
 from moe_lora.provision.plan.cluster_size import Cluster
 from moe_lora.provision.plan.inputs import PlanInputs, SizedCluster
 from moe_lora.provision.plan.memory import bytes_text
@@ -161,11 +161,12 @@ def _shown(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def replayed_share(plan: Plan, total: int, most: int) -> Plan:
+def replayed_share(plan: Plan, total: int, inputs: PlanInputs) -> Plan:
     """The plan, with its replayed part of the trace among the assumptions."""
-    if total <= most:
+    few, most = searched_requests(inputs)
+    if total <= few:
         return plan
-    part = f"replays take at most {most} of the trace's {total} requests, in {PARTS} runs spread over it"
+    part = f"the search replays {few} and {min(most, total)} of the trace's {total} requests, in {PARTS} runs"
     return replace(plan, assumptions=(*plan.assumptions, f"{part}; its means and longest request are of all"))
 
 
@@ -207,7 +208,8 @@ def _sized(plan: Plan) -> Iterator[tuple[str, str]]:
     running = (
         "" if plan.inputs["prompts"] is None else f" decode, {plan.requests_in_service:.1f} with prompts"
     )
-    yield "Requests at once", f"{plan.global_batch:.1f}{running}, {using}"
+    at = f" at {plan.rate_per_s:.4g} requests/s" if plan.inputs["global_batch"] else ""
+    yield "Requests at once", f"{plan.global_batch:.1f}{running}{at}, {using}"
     by_each = f"by the paper's model {plan.capacity_paper}, by the corrected one {plan.capacity_corrected}"
     yield "M*", f"{plan.capacity} adapters for {target:.1%} admitted at once ({by_each})"
     if plan.capacity < plan.expected_active and (plan.kind != "coupled" or plan.slots < plan.expected_active):

@@ -45,7 +45,7 @@ def _burstgpt(at_s: float, prompt: int, output: int) -> str:
 
 def _mooncake(at_s: float, prompt: int, output: int) -> str:
     row = {"timestamp": int(at_s * 1e3), "input_length": prompt, "output_length": output}
-    return json.dumps({**row, "hash_ids": list(range(prompt, prompt + 1 + prompt // 512))}) + "\n"
+    return json.dumps({**row, "hash_ids": list(range(prompt, prompt - (-prompt // 512)))}) + "\n"
 
 
 def _lmsys(at_s: float, prompt: int, output: int) -> str:

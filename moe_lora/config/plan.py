@@ -21,7 +21,7 @@ class PlanGoals(Settings):
     global_batch: float | None = setting(
         None, above=0, option="--global-batch", unset="rate * mean output tokens * predicted TPOT"
     )
-    """Requests decoding at once, over all instances (Little's law)."""
+    """Requests decoding at once, over all instances; not with --request-rate or --peak."""
     load_margin: float = setting(0.0, least=0, option="--load-margin")
     """Further load to plan for, 0.2 being a fifth; not with --global-batch."""
     gpus: int | None = setting(None, least=1, option="--gpus", unset="as few as it takes")

@@ -114,7 +114,7 @@ def trace_statistics(
     window_s: float = WINDOW_S,
     each: Callable[[TraceRequest], None] = lambda _: None,
 ) -> TraceStatistics:
-    """Read the trace once; memory grows with the number of adapters only.
+    """Read the trace once; memory grows with the number of adapters, and by `each`.
 
     each: called with every request.  Raises ValueError as `iter_trace`.
     """

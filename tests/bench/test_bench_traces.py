@@ -19,6 +19,12 @@ def test_generated_file_is_of_its_format_and_read_whole(tmp_path: Path, name: st
     assert sum(1 for _ in iter_trace(tmp_path / "t")) == 300
 
 
+@pytest.mark.parametrize("prompt", [511, 512, 513, 1024])
+def test_mooncake_rows_have_a_hash_id_for_each_block(tmp_path: Path, prompt: int) -> None:
+    (tmp_path / "t").write_text(FORMATS["mooncake"][1](0.0, prompt, 1))
+    assert [len(one.hash_ids) for one in iter_trace(tmp_path / "t")] == [(prompt + 511) // 512]
+
+
 def test_small_run_writes_a_record_for_each_way_of_reading(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     command = [

@@ -171,9 +171,12 @@ def test_rows_that_are_left_out_are_counted(tmp_path: Path) -> None:
 
 def test_a_plan_says_that_replays_take_a_part_of_the_trace(trace: Path, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{} for _ in range(FEW + 1)]
-    said = f"- replays take at most {FEW} of the trace's {FEW + 1} requests, in 12 runs"
-    assert said in run(write_trace(tmp_path / "long.jsonl", rows), "--adapters", "2").stdout
-    assert "replays take" not in run(trace, "--adapters", "2").stdout
+    few = 2 * FEW // 3
+    for total, most in ((FEW + 1, FEW), (few + 1, few + 1)):
+        path = write_trace(tmp_path / "long.jsonl", rows[:total])
+        said = f"- the search replays {few} and {most} of the trace's {total} requests, in 12 runs;"
+        assert said in run(path, "--adapters", "2").stdout
+    assert "search replays" not in run(trace, "--adapters", "2").stdout
 
 
 def test_prefixes_are_by_adapter_only_where_the_plan_is_for_the_traces(tmp_path: Path) -> None:
@@ -258,6 +261,8 @@ def test_a_global_batch_is_the_load_whatever_the_traces_rate(tmp_path: Path) -> 
     for plan in plans:
         assert plan["rate_per_s"] == pytest.approx(30 / (200 * plan["tpot_s"]))
         assert plan["inputs"]["rate_per_s"] is None
+    shown = run(tmp_path / "1.0.jsonl", "--adapters", "8", "--global-batch", "30").stdout
+    assert f"with prompts at {plans[1]['rate_per_s']:.4g} requests/s, using" in shown
     fast, slow = ({name: plan[name] for name in ("total_gpus", "prompt_share", "tpot_s")} for plan in plans)
     assert fast == slow
     assert fast["prompt_share"] > 0

@@ -261,7 +261,15 @@ def divided_plan(cluster: Cluster, place: SizedCluster) -> Plan:
 def searched_loads(
     inputs: PlanInputs, rate_per_s: float, trace: Trace, seeds: tuple[int, int] = SEEDS
 ) -> list[PlannedLoad]:
-    """Loads in two draws: two thirds of a check's requests, then all.
+    """Loads in two draws, of `searched_requests`."""
+    return [
+        planned_load(inputs, rate_per_s, trace, num_requests=number, seed=seed)
+        for number, seed in zip(searched_requests(inputs), seeds, strict=True)
+    ]
+
+
+def searched_requests(inputs: PlanInputs) -> tuple[int, int]:
+    """Two thirds of a check's requests, and all.
 
     With prompts half of these; fewer above CHUNKS steps.
     """
@@ -269,20 +277,13 @@ def searched_loads(
     if inputs.prompts is not None:
         chunks = inputs.prompts.computed_tokens / CHUNK_TOKENS
         most = max(min(LEAST_REQUESTS, most), int(most / 2 / max(1.0, chunks / CHUNKS)))
-    return [
-        planned_load(inputs, rate_per_s, trace, num_requests=max(1, number), seed=seed)
-        for number, seed in zip((2 * most // 3, most), seeds, strict=True)
-    ]
+    return max(1, 2 * most // 3), max(1, most)
 
 
 def place_of(plan: Plan) -> SizedCluster:
-    if plan.kind == "coupled":
-        tokens = plan.max_num_batched_tokens if plan.full_steps else None
-        return SizedCluster(None, plan.instances, plan.slots, plan.prefill_instances, tokens or 0)
-    tokens = plan.max_num_batched_tokens if plan.full_steps else None
-    return SizedCluster(
-        Layout.parse(plan.layout), plan.instances, plan.prefill_slots, plan.prefill_instances, tokens or 0
-    )
+    coupled, tokens = plan.kind == "coupled", plan.max_num_batched_tokens if plan.full_steps else None
+    layout, slots = (None, plan.slots) if coupled else (Layout.parse(plan.layout), plan.prefill_slots)
+    return SizedCluster(layout, plan.instances, slots, plan.prefill_instances, tokens or 0)
 
 
 def planned_rate(inputs: PlanInputs, plan: Plan) -> float:

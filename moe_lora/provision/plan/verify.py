@@ -27,7 +27,7 @@ from moe_lora.provision.replayed.system_config import (
 from moe_lora.workload.popularity.popularity import Popularity
 from moe_lora.workload.replay_plan import PlannedRequest, make_plan
 from moe_lora.workload.traces.records import Trace, TraceRequest
-from moe_lora.workload.traces.traces import spread
+from moe_lora.workload.traces.traces import PARTS, spread
 
 from .cluster_size import Cluster
 from .coupled import Apart, Coupled, sizing_of
@@ -117,15 +117,24 @@ def planned_load(
         arrivals="gamma", request_rate_per_s=rate_per_s, num_requests=num_requests, seed=seed
     )
     repeated = replace(trace, requests=tuple(islice(_repeated(trace.requests), num_requests)))
+    even = _even(repeated) if len(trace.requests) * PARTS > num_requests else repeated
     return PlannedLoad(
         rate_per_s=rate_per_s,
         requests={
             kind: _by_conversation(plan) if popularity else plan
             for kind, options in kinds.items()
-            for plan in [make_plan(repeated, options, popularity)]
+            for plan in [make_plan(even if kind == "scaled" else repeated, options, popularity)]
         },
         popular=popular,
     )
+
+
+def _even(trace: Trace) -> Trace:
+    """The same rate in each of PARTS runs: a day's curve goes, bursts within a run stay."""
+    ends = np.linspace(0, len(trace.requests) - 1, PARTS + 1).round().astype(int)
+    times = np.array([one.arrival_s for one in trace.requests])
+    pairs = zip(trace.requests, np.interp(times, times[ends], ends).tolist(), strict=True)
+    return replace(trace, requests=tuple(replace(one, arrival_s=at_s) for one, at_s in pairs))
 
 
 def _by_conversation(requests: list[PlannedRequest]) -> list[PlannedRequest]:
@@ -335,15 +344,10 @@ def _under_way(requests: Sequence[PlannedRequest], number: int) -> list[PlannedR
     lengths = np.array([request.output_tokens for request in requests], dtype=float)
     rng = np.random.default_rng(0)
     chosen = rng.choice(len(requests), number, p=lengths / lengths.sum())
-    left = np.ceil(lengths[chosen] * rng.uniform(size=number)).astype(int)
+    left = np.ceil(lengths[chosen] * rng.uniform(size=number)).astype(int).tolist()
     return [
-        replace(
-            requests[index],
-            index=len(requests) + place,
-            arrival_s=0.0,
-            output_tokens=max(1, int(left[place])),
-        )
-        for place, index in enumerate(chosen.tolist())
+        replace(requests[index], index=len(requests) + row, arrival_s=0.0, output_tokens=max(1, left[row]))
+        for row, index in enumerate(chosen.tolist())
     ]
 
 

@@ -128,10 +128,9 @@ def spread(requests: Iterable[TraceRequest], total: int, most: int) -> Iterator[
         before_s = one.arrival_s
 
 
-def read_trace(path: str | Path, format: str | None = None, total: int = 0, most: int | None = None) -> Trace:
-    """The trace, or about `most` of its `total` requests as `spread`.  Raises ValueError as `iter_trace`."""
+def read_trace(path: str | Path, format: str | None = None) -> Trace:
+    """The whole trace in memory.  Raises ValueError as `iter_trace`."""
     name = format or detect_format(path)
     reader = RowReader(str(path))
-    requests = iter_requests(reader, name)
-    found = tuple(requests if most is None else spread(requests, total, most))
-    return Trace(str(path), name, found, dict(reader.dropped), reader.has_arrival_times)
+    requests = tuple(iter_requests(reader, name))
+    return Trace(str(path), name, requests, dict(reader.dropped), reader.has_arrival_times)

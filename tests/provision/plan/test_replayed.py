@@ -94,6 +94,18 @@ def test_plan_for_the_peak_is_checked_by_the_traces_own_arrivals_too(trace: Path
     assert rates(load) == pytest.approx({"trace": 20.0, "scaled": 60.0, "poisson": 60.0}, rel=0.05)
 
 
+def test_a_scaled_trace_loses_the_days_curve_and_keeps_bursts() -> None:
+    # Half of the requests at 2 a second, half at 12, each tenth moment with two.
+    gaps = [gap * (index % 10 > 0) for gap in (1 / 2, 1 / 12) for index in range(6000)]
+    rows = tuple(TraceRequest(at_s, 300, 20) for at_s in np.cumsum(gaps).tolist())
+    given = inputs(output_tokens=20.0, rate_per_s=12.0)
+    load = planned_load(given, 12.0, Trace("t", "own", rows), num_requests=FEW)
+    times = np.array([one.arrival_s for one in load.requests["scaled"]])
+    seconds = np.diff(times[:: FEW // 6])
+    assert FEW // 6 / seconds == pytest.approx(np.full(5, 12.0), rel=0.02)
+    assert np.mean(np.diff(times) < 1e-9) == pytest.approx(0.1, rel=0.1)
+
+
 def test_other_seeds_draw_other_arrivals_and_adapters(trace: Path) -> None:
     given = inputs(rate_per_s=60.0)
     one, other = (
@@ -253,3 +265,6 @@ def test_remembered_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [TraceRequest(0.0, 1024, 1, hash_ids=(2 + 2 * i, 3 + 2 * i)) for i in range(20)]
     assert prompt_load([again, *others[:3], again]).hit_share == pytest.approx(1023 / (5 * 1024))
     assert prompt_load([again, *others, again]).hit_share == 0
+    count = inputs_module.PromptCount()
+    count.add(replace(again, adapter="a name"))
+    assert {type(key) for key in count._blocks} == {int}

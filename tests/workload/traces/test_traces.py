@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_lora.workload.traces.records import TraceRequest
-from moe_lora.workload.traces.traces import FORMATS, detect_format, iter_trace, read_trace
+from moe_lora.workload.traces.traces import FORMATS, detect_format, iter_trace, read_trace, spread
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
@@ -207,14 +207,13 @@ def test_blocks_of_other_sizes_are_refused(tmp_path: Path, text: str, message: s
         read_trace(write(tmp_path, text))
 
 
-def test_a_part_of_a_trace_is_runs_of_all_of_it(tmp_path: Path) -> None:
-    rows = [json.dumps({"arrival_s": i, "prompt_tokens": 1 + i, "output_tokens": 1}) for i in range(2400)]
-    path = write(tmp_path, "\n".join(rows))
-    part = read_trace(path, None, 2400, 120).requests
+def test_a_part_of_a_trace_is_runs_of_all_of_it() -> None:
+    rows = [TraceRequest(float(i), 1 + i, 1) for i in range(2400)]
+    part = list(spread(rows, 2400, 120))
     assert [one.prompt_tokens - 1 for one in part] == [200 * run + i for run in range(12) for i in range(10)]
     assert [one.arrival_s for one in part] == [float(i) for i in range(120)]
-    assert read_trace(path, None, 2400, 2400) == read_trace(path)
-    assert len(read_trace(path, None, 2400, 5).requests) > 0
+    assert list(spread(rows, 2400, 2400)) == rows
+    assert len(list(spread(rows, 2400, 5))) > 0
 
 
 def test_stream_counts_what_it_drops(tmp_path: Path) -> None:
