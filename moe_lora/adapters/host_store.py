@@ -7,9 +7,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -43,6 +44,8 @@ class HostStore:
         sweep_folders(self.directory, _PARTIAL)
         self._mapped: WeakValueDictionary[int, PackedAdapter] = WeakValueDictionary()
         """Adapters in use, by id: a removed file stays mapped."""
+        self.used: Callable[[], Iterable[str]] = tuple
+        """Content hashes in use without a mapping."""
         self.sweep_s = time.time() + _SWEEP_S
         """Time of the next `remove_unused`: by then a returned instance has its adapters."""
 
@@ -52,6 +55,13 @@ class HostStore:
 
     def __contains__(self, content_hash: str) -> bool:
         return self.path(content_hash).exists()
+
+    def _is_kept(self, content_hash: str) -> bool:
+        """True if present; the file counts as used now."""
+        path = self.path(content_hash)
+        with suppress(OSError):  # absent, or another user's
+            os.utime(path)
+        return path.exists()
 
     def find(self, prefix: str) -> str:
         """The full content hash with this prefix.  Raises AdapterError."""
@@ -63,12 +73,14 @@ class HostStore:
         return mapped.content_hash
 
     def _in_use(self, prefix: str) -> PackedAdapter | None:
-        mapped = (one() for one in self._mapped.valuerefs())
-        return next((one for one in mapped if one is not None and one.content_hash.startswith(prefix)), None)
+        return next((one for one in self._mappings() if one.content_hash.startswith(prefix)), None)
+
+    def _mappings(self) -> Iterator[PackedAdapter]:
+        return (packed for one in self._mapped.valuerefs() if (packed := one()) is not None)
 
     def restore(self, content_hash: str) -> bool:
         """True if present; a lost file is written again from a mapping.  Raises StorageError."""
-        if content_hash in self:
+        if self._is_kept(content_hash):
             return True
         packed = self._in_use(content_hash)
         if packed is None:
@@ -79,9 +91,7 @@ class HostStore:
 
     def put(self, packed: PackedAdapter) -> bool:
         """Write the adapter; False if present, unread.  Raises StorageError."""
-        path = self.path(packed.content_hash)
-        with suppress(OSError):  # absent
-            os.utime(path)
+        if self._is_kept(packed.content_hash):
             return False
         tensors = {
             f"{number}.{part}": getattr(layer, part)
@@ -91,7 +101,7 @@ class HostStore:
         facts = {"max_lora_rank": packed.max_lora_rank, "nbytes": packed.nbytes, "targets": packed.targets}
         facts |= {key: getattr(packed, key) for key in ("invocation", "has_columns") if getattr(packed, key)}
         metadata = {"adapter": json.dumps(facts), "layers": str(len(packed.layers))}
-        with self._appearing(path) as partial, self._explained():
+        with self._appearing(self.path(packed.content_hash)) as partial, self._explained():
             save_file(tensors, partial, metadata=metadata)
         return True
 
@@ -171,7 +181,8 @@ class HostStore:
 
     def remove_unused(self, used: Iterable[str] = ()) -> None:
         """Delete files that no process used within a day.  used: content hashes used now."""
-        now_s, kept = time.time(), {self.path(one) for one in used}
+        mapped = (one.content_hash for one in self._mappings())
+        now_s, kept = time.time(), {*map(self.path, chain(used, self.used(), mapped))}
         self.sweep_s = now_s + _SWEEP_S
         for path in self.directory.glob(f"*{_SUFFIX}"):
             with suppress(OSError):  # removed meanwhile

@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from tests.forked_programs import start_program
 READER = """
 import sys, torch, json
 from pathlib import Path
+from unittest.mock import Mock
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
@@ -233,6 +235,7 @@ OPENS_AND_WRITES = """
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 import torch
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter, PackedLayer
@@ -359,6 +362,34 @@ def test_files_that_a_server_rank_used_last_days_ago_go(tmp_path, monkeypatch):
         if name == "a":
             age(store.path(name))
     assert [name in store for name in "abc"] == [False, True, True]
+
+
+@pytest.mark.parametrize("use", ["mapped", "restored", "read by hash"])
+def test_a_used_file_is_new_for_every_process_s_sweep(use, adapter, shape_of, tmp_path):
+    store = HostStore(tmp_path / "store")
+    contents = AdapterContents(shape_of("mixtral"), torch.float32, store)
+    used = contents.read("a", str(adapter)).content_hash
+    mapped = store.get(used, "a") if use == "mapped" else None
+    age(store.path(used))
+    if use == "restored":
+        assert store.restore(used)
+    elif use == "read by hash":
+        contents.read("a", str(adapter), used)
+    sweeping = store if use == "mapped" else HostStore(tmp_path / "store")
+    sweeping.sweep_s = 0.0
+    sweeping.adopt("0" * 64, [b"content"])
+    assert used in store
+    assert (mapped is not None) == (use == "mapped")
+
+
+def test_another_user_s_file_is_present(adapter, shape_of, tmp_path, monkeypatch):
+    store = HostStore(tmp_path / "store")
+    packed = AdapterContents(shape_of("mixtral"), torch.float32, store).read("a", str(adapter))
+    inode = store.path(packed.content_hash).stat().st_ino
+    monkeypatch.setattr(os, "utime", Mock(side_effect=PermissionError(errno.EPERM, "not its owner")))
+    assert not store.put(packed)
+    assert store.restore(packed.content_hash)
+    assert store.path(packed.content_hash).stat().st_ino == inode
 
 
 def test_the_file_of_a_refused_load_goes_unless_a_name_uses_it(adapter, shape_of, tmp_path):
