@@ -406,3 +406,40 @@ def test_the_file_of_a_refused_load_goes_unless_a_name_uses_it(adapter, shape_of
     assert refused in store
     contents.discard(refused)
     assert [one in store for one in (used, refused)] == [True, False]
+
+
+def test_a_refused_load_leaves_the_file_to_an_equal_load_under_way(adapter, shape_of, tmp_path):
+    store = HostStore(tmp_path / "store")
+    contents = AdapterContents(shape_of("mixtral"), torch.float32, store)
+    for known in (None, contents.read("a", str(adapter)).content_hash):
+        content = contents.read("b", str(adapter), known).content_hash
+        contents.discard(content)
+        assert content in store, "the other load is under way"
+        contents.discard(content)
+        assert content not in store
+        contents.read("a", str(adapter))
+    contents.read("b", str(adapter))
+    contents.discard(content)
+    contents.serve("b", content)
+    assert content in store
+    contents.read("c", str(adapter))
+    contents.forget("b")
+    assert content in store
+    contents.discard(content)
+    assert content not in store
+
+
+def test_a_refused_load_leaves_the_file_that_another_process_wrote_after_a_loss(adapter, shape_of, tmp_path):
+    def contents() -> AdapterContents:
+        return AdapterContents(shape_of("mixtral"), torch.float32, HostStore(tmp_path / "store"))
+
+    first, other = contents(), contents()
+    used = first.read("a", str(adapter)).content_hash
+    first.serve("a", used)
+    first.store.remove(used)
+    first.read("a", str(adapter), used, loads=False)
+    first.forget("a")
+    assert used not in other.store
+    other.serve("z", other.read("z", str(adapter)).content_hash)
+    first.discard(first.read("b", str(adapter)).content_hash)
+    assert used in other.store
