@@ -108,23 +108,17 @@ class AdapterContents:
         must_keep = expected is None if must_keep is None else must_keep
         if expected is not None and (kept := self._kept(name, expected)) is not None:
             self._check_place(kept)
-            self._count(expected, loads)
+            with self._lock:
+                self._loads[expected] += loads
             return kept
         called = f"adapter {name!r}: "
         try:
             if path.startswith(COMPOSED):
                 packed = self._composed(name, path)
             else:
-                packed = read_adapter(
-                    path,
-                    self.shape,
-                    self.dtype,
-                    name,
-                    called=called,
-                    root=self._root,
-                    max_lora_rank=self.max_lora_rank,
-                    base_dir=self._base_dir,
-                )
+                limits: Any = {"root": self._root, "max_lora_rank": self.max_lora_rank}
+                limits["base_dir"] = self._base_dir
+                packed = read_adapter(path, self.shape, self.dtype, name, called=called, **limits)
             self._check_place(packed)
             if packed.base_copies:
                 from .peft.base_weights import check_copies_in
@@ -143,7 +137,8 @@ class AdapterContents:
                 with self._lock:
                     served = {*chain.from_iterable(self._served.values())}
                 self.store.remove_unused(served)
-            self._count(packed.content_hash, loads)
+            with self._lock:
+                self._loads[packed.content_hash] += loads
             try:
                 if self.store.put(packed):
                     if expected is None:
@@ -190,7 +185,7 @@ class AdapterContents:
         """Record a new version's content; drops the version before the last."""
         with self._lock:
             self._new.discard(hash_now)
-            self._end_load(hash_now)
+            self._loads -= Counter((hash_now,))  # never below 0: not every content was read here
             before = self._served.get(name, [])
             if before[-1:] != [hash_now]:
                 self._served[name] = [*before[-1:], hash_now]
@@ -210,21 +205,11 @@ class AdapterContents:
     def discard(self, content_hash: str) -> None:
         """Drop a refused load's content, if a load wrote it and no name or load uses it."""
         with self._lock:
-            self._end_load(content_hash)
+            self._loads -= Counter((content_hash,))
             if self._computed_by == "lora_server":  # whose leader drops unused contents
                 self._new.discard(content_hash)
             elif content_hash in self._new:
                 self._remove([content_hash])
-
-    def _count(self, content_hash: str, loads: bool) -> None:
-        with self._lock:
-            self._loads[content_hash] += loads
-
-    def _end_load(self, content_hash: str) -> None:
-        """Requires the lock, as `_remove`."""
-        self._loads[content_hash] -= 1
-        if self._loads[content_hash] <= 0:  # below: tensors, and bytes of the pool, are not counted
-            del self._loads[content_hash]
 
     def _composed(self, name: str, path: str) -> PackedAdapter:
         """The weighted sum at `path`."""

@@ -56,13 +56,6 @@ class HostStore:
     def __contains__(self, content_hash: str) -> bool:
         return self.path(content_hash).exists()
 
-    def _is_kept(self, content_hash: str) -> bool:
-        """True if present; the file counts as used now."""
-        path = self.path(content_hash)
-        with suppress(OSError):  # absent, or another user's
-            os.utime(path)
-        return path.exists()
-
     def find(self, prefix: str) -> str:
         """The full content hash with this prefix.  Raises AdapterError."""
         for path in self.directory.glob(f"{prefix}*{_SUFFIX}"):
@@ -80,18 +73,22 @@ class HostStore:
 
     def restore(self, content_hash: str) -> bool:
         """True if present; a lost file is written again from a mapping.  Raises StorageError."""
-        if self._is_kept(content_hash):
+        if (path := self.path(content_hash)).exists():
+            with suppress(OSError):  # another user's
+                os.utime(path)
             return True
         packed = self._in_use(content_hash)
         if packed is None:
             return False
-        logger.warning("%s was lost, and is written again", self.path(content_hash))
+        logger.warning("%s was lost, and is written again", path)
         self.put(packed)
         return True
 
     def put(self, packed: PackedAdapter) -> bool:
         """Write the adapter; False if present, unread.  Raises StorageError."""
-        if self._is_kept(packed.content_hash):
+        if (path := self.path(packed.content_hash)).exists():
+            with suppress(OSError):  # another user's
+                os.utime(path)
             return False
         tensors = {
             f"{number}.{part}": getattr(layer, part)
@@ -101,7 +98,7 @@ class HostStore:
         facts = {"max_lora_rank": packed.max_lora_rank, "nbytes": packed.nbytes, "targets": packed.targets}
         facts |= {key: getattr(packed, key) for key in ("invocation", "has_columns") if getattr(packed, key)}
         metadata = {"adapter": json.dumps(facts), "layers": str(len(packed.layers))}
-        with self._appearing(self.path(packed.content_hash)) as partial, self._explained():
+        with self._appearing(path) as partial, self._explained():
             save_file(tensors, partial, metadata=metadata)
         return True
 
