@@ -101,9 +101,8 @@ class AdapterContents:
     ) -> PackedAdapter:
         """The adapter in a folder; with a content hash, exactly this content.
 
-        must_keep: a full store is an error; None: only without a content hash.  Errors name the adapter, the
-        log the folder.  loads: `serve` or `discard` follows.  Raises AdapterError; StorageError for a full
-        store, or no free file handle.
+        must_keep: a full store is an error; None: only without a content hash.  loads: `serve` or `discard`
+        follows.  The log names the folder.  Raises AdapterError; StorageError without room or a file handle.
         """
         must_keep = expected is None if must_keep is None else must_keep
         if expected is not None and (kept := self._kept(name, expected)) is not None:
@@ -116,9 +115,9 @@ class AdapterContents:
             if path.startswith(COMPOSED):
                 packed = self._composed(name, path)
             else:
-                limits: Any = {"root": self._root, "max_lora_rank": self.max_lora_rank}
-                limits["base_dir"] = self._base_dir
-                packed = read_adapter(path, self.shape, self.dtype, name, called=called, **limits)
+                words: Any = {"root": self._root, "max_lora_rank": self.max_lora_rank}
+                words |= {"called": called, "base_dir": self._base_dir}
+                packed = read_adapter(path, self.shape, self.dtype, name, **words)
             self._check_place(packed)
             if packed.base_copies:
                 from .peft.base_weights import check_copies_in
