@@ -173,8 +173,8 @@ class EngineConfig(Settings):
     """Keep a spare process beside several instances of moe-lora serve.  The spare has imported torch, holds
     no device, and replaces the next instance that dies."""
     kv_events: str | None = setting(None, metavar="JSON", unset="none")
-    """Publish events of cached prefixes over ZeroMQ, for routers: vLLM's kv_events_config in JSON.  Instance
-    n adds n to both ports; on one host give ports num_instances apart.  Salted prompts have no events."""
+    """Publish events of cached prefixes over ZeroMQ, as arrays: vLLM's kv_events_config in JSON.  Instance n
+    adds n to both ports; on one host give ports num_instances apart.  Salted prompts have no events."""
     starvation_s: float = setting(5.0, fixed="5 s serve all loads")
     """Wait for an adapter after which younger requests no longer pass."""
     seed: int = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from queue import Empty, SimpleQueue
@@ -84,12 +84,14 @@ class BlockReport(Protocol):
 
 
 class ReportedTree(DependencyTree):
-    """`DependencyTree` with a hash for each block."""
+    """`DependencyTree` with a hash for each block.  Versions of equal content share hashes."""
 
     def __init__(self, block_size: int, *, report: BlockReport, **settings: Any) -> None:
         super().__init__(block_size, **settings)
         self._report = report
         self._hashes: dict[Node, list[int]] = {}
+        self._num_blocks: Counter[int] = Counter()
+        """Findable blocks of each hash."""
 
     def add_kv(self, parent: Node, tokens: bytes, now_s: float) -> Node:
         node = super().add_kv(parent, tokens, now_s)
@@ -113,7 +115,11 @@ class ReportedTree(DependencyTree):
     def hide(self, node: Node) -> None:
         super().hide(node)
         if hashes := self._hashes.pop(node, None):
-            self._report.removed(hashes)
+            self._num_blocks.subtract(hashes)
+            if removed := [one for one in hashes if not self._num_blocks[one]]:
+                self._report.removed(removed)
+            for one in removed:
+                del self._num_blocks[one]
 
     def _store(self, node: Node, tokens: bytes) -> None:
         """Report the node's last blocks."""
@@ -125,6 +131,7 @@ class ReportedTree(DependencyTree):
             seed = digest.digest()
             found.append(int.from_bytes(seed, "little"))
         self._hashes[node] += found
+        self._num_blocks.update(found)
         self._report.stored(node.namespace, before, found, np.frombuffer(tokens, np.int64).tolist())
 
 

@@ -8,12 +8,11 @@ a; p = experts per token / experts.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from operator import mul
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from moe_lora.config import LORA_KERNELS, PERFORMANCE_FORMS
 from moe_lora.core.errors import ConfigError
@@ -46,23 +45,26 @@ class Row(NamedTuple):
 class StepWork:
     """A step's rows, changed in constant time.  expert_share: p, 1 of a dense model."""
 
-    def __init__(self, expert_share: float, rows: Iterable[Row] = ()) -> None:
+    def __init__(self, expert_share: float, rows: Iterable[tuple[str | None, int, int]] = ()) -> None:
         self.num_tokens = 0
         self._unused = 1.0 - expert_share
         self._ranks = 0
-        self._tokens_of_rank: Counter[int] = Counter()
-        self._tokens_of: Counter[str] = Counter()
+        self._tokens_of_rank: dict[int, int] = {}
+        self._tokens_of: dict[str, int] = {}
         self._adapter_ranks = 0
         self._expert_ranks = 0.0
-        for row in rows:
-            self.add(row)
+        self._change(rows, 1)
 
     def add(self, row: Row) -> None:
-        self._change(row, row.num_tokens)
+        self._change((row,), 1)
 
     def take(self, row: Row) -> None:
         """Remove a row equal to an added row."""
-        self._change(row, -row.num_tokens)
+        self._change((row,), -1)
+
+    @property
+    def largest_rank(self) -> int:
+        return max(self._tokens_of_rank, default=0)
 
     def features(self, more: Row | None = None) -> dict[str, float]:
         """All `FEATURES`, with an optional extra row."""
@@ -70,39 +72,47 @@ class StepWork:
 
     def terms(self, more: Row | None = None) -> tuple[float, ...]:
         """The values of `features`."""
-        largest = max(self._tokens_of_rank) if self._tokens_of_rank else 0
-        num_tokens, ranks = self.num_tokens, self._ranks
+        unused, num_tokens, ranks = self._unused, self.num_tokens, self._ranks
         adapter_ranks, expert_ranks = self._adapter_ranks, self._expert_ranks
+        largest = max(self._tokens_of_rank, default=0)
         if more is not None:
-            num_tokens += more.num_tokens
-            if more.lora_rank > largest:
-                largest = more.lora_rank
-            ranks += more.num_tokens * more.lora_rank
-            distinct, share = self._gain(more, more.num_tokens)
-            adapter_ranks += distinct
-            expert_ranks += share
-        experts = 1.0 - self._unused**num_tokens
+            adapter, lora_rank, added = more
+            num_tokens += added
+            ranks += added * lora_rank
+            if lora_rank > largest:
+                largest = lora_rank
+            if adapter is not None:
+                before = self._tokens_of.get(adapter, 0)
+                after = before + added
+                adapter_ranks += lora_rank * ((after > 0) - (before > 0))
+                expert_ranks += lora_rank * (unused**before - unused**after)
+        experts = 1.0 - unused**num_tokens
         return 1.0, num_tokens, experts, num_tokens * largest, ranks, adapter_ranks, expert_ranks
 
-    def _change(self, row: Row, num_tokens: int) -> None:
-        distinct, share = self._gain(row, num_tokens)
-        self._adapter_ranks += distinct
-        self._expert_ranks += share
-        self._ranks += num_tokens * row.lora_rank
-        self.num_tokens += num_tokens
-        change_count(self._tokens_of_rank, row.lora_rank, num_tokens)
-        if row.adapter is not None:
-            change_count(self._tokens_of, row.adapter, num_tokens)
+    def _change(self, rows: Iterable[tuple[str | None, int, int]], sign: int) -> None:
+        # One loop without calls: a router counts all adapters of an instance after changes.
+        unused, tokens_of, tokens_of_rank = self._unused, self._tokens_of, self._tokens_of_rank
+        for adapter, lora_rank, num_tokens in rows:
+            if not num_tokens:
+                continue
+            num_tokens *= sign
+            self.num_tokens += num_tokens
+            self._ranks += num_tokens * lora_rank
+            if left := tokens_of_rank.get(lora_rank, 0) + num_tokens:
+                tokens_of_rank[lora_rank] = left
+            else:
+                del tokens_of_rank[lora_rank]
+            if adapter is None:
+                continue
+            before = tokens_of.get(adapter, 0)
+            if after := before + num_tokens:
+                tokens_of[adapter] = after
+            else:
+                del tokens_of[adapter]
+            self._adapter_ranks += lora_rank * ((after > 0) - (before > 0))
+            self._expert_ranks += lora_rank * (unused**before - unused**after)
         if not self.num_tokens:
             self._expert_ranks = 0.0
-
-    def _gain(self, row: Row, num_tokens: int) -> tuple[int, float]:
-        if row.adapter is None:
-            return 0, 0.0
-        before = self._tokens_of.get(row.adapter, 0)
-        after = before + num_tokens
-        distinct = row.lora_rank * ((after > 0) - (before > 0))
-        return distinct, row.lora_rank * (self._unused**before - self._unused**after)
 
 
 def features(rows: Iterable[Row], expert_share: float) -> dict[str, float]:
@@ -164,11 +174,12 @@ class StepModel:
                     raise ConfigError(f"{phase}_s[{name!r}]={value!r} must be a number of seconds >= 0")
 
     @cached_property
-    def _coefficients(self) -> dict[str, list[float]]:
+    def coefficients(self) -> dict[str, list[float]]:
+        """Seconds per unit of each of `FEATURES`, by phase."""
         each = {"decode": self.decode_s, "prefill": self.prefill_s}
         return {phase: [seconds.get(name, 0.0) for name in FEATURES] for phase, seconds in each.items()}
 
-    def work(self, rows: Iterable[Row] = ()) -> StepWork:
+    def work(self, rows: Iterable[tuple[str | None, int, int]] = ()) -> StepWork:
         """A batch for `seconds`."""
         return StepWork(self.expert_share, rows)
 
@@ -176,7 +187,7 @@ class StepModel:
         """Seconds of a step with an optional extra row; 0 without rows."""
         if more is None and not work.num_tokens:
             return 0.0
-        return math.fsum(map(mul, self._coefficients[phase], work.terms(more)))
+        return math.fsum(map(mul, self.coefficients[phase], work.terms(more)))
 
     def decode_step_s(self, rows: Iterable[Row]) -> float:
         """DecPerf of Toppings Algorithm 1: seconds with one token of each request; 0 without."""
@@ -231,18 +242,6 @@ def expected_swap_times(
         return (out + (0 if after is None else FOLD_PASSES * num_bytes(after))) / bytes_per_s
 
     return seconds
-
-
-Key = TypeVar("Key", bound=Hashable)
-
-
-def change_count(counts: Counter[Key], key: Key, change: int) -> None:
-    """Change a count; a count of 0 is removed."""
-    number = counts.get(key, 0) + change
-    if number:
-        counts[key] = number
-    else:
-        counts.pop(key, None)
 
 
 @dataclass(frozen=True, kw_only=True)

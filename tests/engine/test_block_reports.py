@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from moe_lora.cache.pages import Node
 from moe_lora.cache.unified import UnifiedCache
-from moe_lora.engine.kv_events import ReportedTree
+from moe_lora.engine.kv_events import KvEvents, ReportedTree
 from moe_lora.policies.caching.caching import CACHING_POLICIES, lru
 from tests.cache.random_operations import BLOCK, RandomCache
 from tests.cache.test_salt import leave
@@ -21,25 +23,35 @@ Block = tuple[object, tuple[int, ...]]
 
 
 class Mirror:
-    """A reader: hash -> namespace and all tokens up to the block's end."""
+    """A reader: hash -> adapter's content and all tokens up to the block's end."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_contents: int | None = None) -> None:
         self.blocks: dict[int, Block] = {}
-        self.num_removed = 0
+        self.num_removed = self.num_again = 0
+        self._num_contents = num_contents
 
-    def seed(self, namespace):
-        return repr(namespace).encode()
+    def content(self, namespace: Any) -> object:
+        """A namespace's content, by default its own."""
+        return namespace if None in (namespace, self._num_contents) else namespace % self._num_contents
+
+    def seed(self, namespace: Any) -> bytes:
+        """As the real one, by a name and the content."""
+        version = SimpleNamespace(name="a", packed=SimpleNamespace(content_hash=self.content(namespace)))
+        return KvEvents.seed(SimpleNamespace(names={namespace: version}), namespace)
 
     def stored(
         self, namespace: object, parent: int | None, hashes: Sequence[int], token_ids: Sequence[int]
     ) -> None:
         before = () if parent is None else self.blocks[parent][1]
-        assert parent is None or self.blocks[parent][0] == namespace
+        content = self.content(namespace)
+        assert parent is None or self.blocks[parent][0] == content
         size = len(token_ids) // len(hashes)
         assert len(token_ids) == size * len(hashes)
         for number, one in enumerate(hashes):
-            assert one not in self.blocks
-            self.blocks[one] = (namespace, (*before, *token_ids[: (number + 1) * size]))
+            block = (content, (*before, *token_ids[: (number + 1) * size]))
+            assert self.blocks.get(one, block) == block
+            self.num_again += one in self.blocks
+            self.blocks[one] = block
 
     def removed(self, hashes: Sequence[int]) -> None:
         for one in hashes:
@@ -82,9 +94,23 @@ def test_a_reader_has_the_blocks_that_can_be_found(policy):
         assert sorted(known, key=repr) == sorted(found_in(use.cache), key=repr)
         most = max(most, len(known))
     assert most > 8
-    assert mirror.num_removed > 0
+    assert mirror.num_removed > 0 == mirror.num_again
     use.finish()
     assert {namespace for namespace, _ in mirror.blocks.values()} <= {None}
+
+
+def test_blocks_of_equal_content_are_there_until_the_last_version_loses_them():
+    mirror = Mirror(2)
+    use = RandomCache("lru", Random(7), make_tree=partial(ReportedTree, report=mirror))
+    for _ in range(3000):
+        use.step()
+        known, found = set(mirror.blocks.values()), {(mirror.content(a), b) for a, b in found_in(use.cache)}
+        assert found <= known
+        assert {content for content, _ in known - found} <= set(map(mirror.content, use.forgotten))
+    assert mirror.num_again > 0
+    assert mirror.num_removed > 0
+    use.finish()
+    assert {content for content, _ in mirror.blocks.values()} <= {None}
 
 
 def test_prompts_with_a_salt_are_not_reported():

@@ -479,9 +479,7 @@ def test_one_of_several_front_ends_has_the_place_for_administrators_that_is_its_
 
 @pytest.mark.parametrize("start", [assemble.serve, partial(assemble.serve_host, num_front_ends=2)])
 def test_one_front_ends_place_for_administrators_is_refused_where_all_are_on_one_host(of_several, start):
-    with pytest.raises(
-        ConfigError, match=r"front_ends.two.admin_address=127.0.0.1:1 .* give it in front_end"
-    ):
+    with pytest.raises(ConfigError, match=r"front_ends.two.admin_address: .* addresses in front_end"):
         start(of_several)
 
 

@@ -243,6 +243,7 @@ class InstanceRegistry:
         """The latest, in order; None: still unknown."""
         self.on_abort: Callable[[PauseScope], None] | None = None
         """Ends requests that wait for a resolver."""
+        self._has_slots: Callable[[Instance], bool] = lambda instance: True
         self.on_drain: Callable[[Instance], None] = lambda instance: None
         """Called at a drain, and repeatedly until its end."""
         self._at_rest = asyncio.Event()
@@ -348,9 +349,16 @@ class InstanceRegistry:
                 break
         else:
             instance = Instance(self.number_of(name), client, name, live=False, num_starts=0)
+            instance.load.has_slots = self._has_slots(instance)
             self.instances = sorted([*self.instances, instance], key=lambda one: one.index)
         instance.starting = client
         return instance
+
+    def note_slots(self, has_slots: Callable[[Instance], bool]) -> None:
+        """Adapters take slots at instances of which `has_slots` is true: present ones, and later entries."""
+        self._has_slots = has_slots
+        for instance in self.instances:
+            instance.load.has_slots = has_slots(instance)
 
     def _check_open(self) -> None:
         if self.closed.is_set():

@@ -199,11 +199,8 @@ class RequestMover:
             return None
 
     async def _move_one_off(self, name: str, attempt: Attempt) -> None:
-        resumable = self._running.get(name)
-        has_kv = resumable is not None and bool(resumable.delivered)
-        try:  # by tokens a target computes the prompt, and others wait
-            if not has_kv or await self._try_move(name, attempt, None, "kv") is not None:
-                await self._move_or_log(name, attempt, None, "tokens")
+        try:
+            await self._move_or_log(name, attempt, None, "tokens")
         finally:
             self._leaving.discard(attempt)
 

@@ -22,7 +22,7 @@ class ByPhase:
     """A `Router` among prefill instances before a request begins, then among others."""
 
     def __init__(self, routes: Routes, running: Mapping[str, ResumableRequest]) -> None:
-        self._router, self._running, self._has_server = routes.router, running, routes.has_server
+        self._router, self._running = routes.router, running
         self._prefill_instances = frozenset(routes.config.prefill_instances)
 
     def is_prefill(self, instance: Instance) -> bool:
@@ -30,8 +30,6 @@ class ByPhase:
 
     def choose(self, request: Any, instances: Sequence[Any]) -> Any:
         is_begun = self._running[request.request_id].is_begun
-        for one in instances if self._has_server else ():
-            one.load.has_slots = self.is_prefill(one)
         fitting = [one for one in instances if self.is_prefill(one) != is_begun]
         return self._router.choose(request, fitting or instances)
 
@@ -42,6 +40,8 @@ class PrefillFirstClient(FleetClient):
     def __init__(self, *args: Any, **words: Any) -> None:
         super().__init__(*args, **words)
         self._router = self._by_phase = ByPhase(self._routes, self._running)
+        if self._routes.has_server:
+            self._instance_registry.note_slots(self._by_phase.is_prefill)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
         has_begun = False

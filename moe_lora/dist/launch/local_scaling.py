@@ -65,7 +65,7 @@ class LocalScaling:
         _check_number(self._cluster, number)
         before = self._number
         if number < before:
-            self._control.check_leaving(leaving := instance_names(before)[number:])
+            await self._control.check_leaving(leaving := instance_names(before)[number:])
             await self._remove(leaving)
         elif number > before:
             await self._add(number, limit_s)

@@ -102,7 +102,7 @@ class InstanceView(Protocol):
 
     @property
     def load(self) -> InstanceLoad:
-        """Requests by adapter."""
+        """Requests by adapter; one object for the instance's life."""
         ...
 
 
@@ -172,10 +172,3 @@ class RoundRobin:
         chosen = next((one for one in instances if one.index > self._last_index), instances[0])
         self._last_index = chosen.index
         return chosen
-
-
-def with_room(
-    adapter: str | None, instances: Sequence[Instance], max_loras: int | None
-) -> Sequence[Instance]:
-    """Instances with room for the adapter, or all."""
-    return [one for one in instances if one.load.has_room(adapter, max_loras)] or instances

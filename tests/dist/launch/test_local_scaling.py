@@ -267,6 +267,20 @@ def test_an_instance_that_was_drained_and_left_takes_requests_when_it_is_added_a
     asyncio.run(run())
 
 
+def test_one_instance_stays_if_the_other_is_drained_and_the_number_falls(roles):
+    async def run() -> None:
+        scaled = Scaled(roles)
+        roles.on_add = scaled.enter
+        await scaled.control.scale_instances(2, PATIENCE_S)
+        roles.on_remove = lambda name: scaled.enter(name, live=False)
+        leave = scaled.control.scale_instances(1, PATIENCE_S), scaled.control.drain_instance("instance-0")
+        problems = await asyncio.gather(*leave, return_exceptions=True)
+        assert [type(one) for one in problems].count(ConfigError) == 1
+        assert scaled.registry.undrained
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(("verb", "what"), [("scale_instances", 2), ("restart_instance", "instance-0")])
 def test_a_change_waits_for_another_no_longer_than_its_limit(roles, verb, what):
     async def run() -> None:

@@ -10,7 +10,6 @@ import os
 import re
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 from moe_lora.config.cluster import cluster_of
 from moe_lora.config.optional_parts import ScalingConfig
 from moe_lora.core.errors import ConfigError
-from moe_lora.core.request import EngineStats, FleetStats
+from moe_lora.core.request import EngineStats, FleetStats, InstanceStats
 from moe_lora.dist.launch.cluster_file import check_instances
 from moe_lora.dist.launch.host_roles import FRONT_END, Role
 from moe_lora.dist.launch.ray_role import RoleActor
@@ -35,7 +34,6 @@ from moe_lora.dist.launch.scaling import (
     read_snapshot,
 )
 from moe_lora.dist.launch.topology import Part, roles_file
-from moe_lora.serve.admin.status import _absent
 from moe_lora.serve.metrics import Metrics
 from tests.dist.cluster_jobs import free_port
 from tests.dist.launch.test_topology import CONTENT, HTTP, hosts
@@ -224,7 +222,7 @@ def test_a_restarted_front_end_counts_anew_and_few_requests_have_no_percentile()
 def test_the_metrics_of_a_front_end_are_read():
     metrics = Metrics(cluster_config(), _Alone())
     assert read_snapshot(metrics.render().decode()) is None
-    instances = tuple(replace(_absent(name), live=name == "b") for name in "ab")
+    instances = tuple(InstanceStats(index=0, name=name, live=name == "b") for name in "ab")
     metrics.stats = FleetStats(num_running=3, num_waiting=7, num_deferred=2, instances=instances)
     metrics.histograms["ttft"].observe(0.3)
     found = read_snapshot(metrics.render().decode())

@@ -179,7 +179,7 @@ def test_sources_are_known_before_a_load_and_not_after_a_refusal(engines, path, 
 
 
 def test_settings_that_do_not_go_with_a_pool_are_refused():
-    server = LoraServerConfig(address="-", store_dir="-")
+    server = LoraServerConfig(address="server:7500", store_dir="-")
     with pytest.raises(ConfigError, match="a LoRA Server"):
         EngineConfig(model_dir="", pool=PoolConfig(), lora_server=server)
     with pytest.raises(ConfigError, match=r"pool.transport='nixl'"):

@@ -263,8 +263,8 @@ def test_pending_time_is_queue_and_load():
     router = ShortestPendingTime(model(adapter_load_s_per_rank=0.001), RANKS, 2)
     there, idle = Instance(0, 10).run("large", "small"), Instance(1, 0)
     # 10 tokens of two requests are 5 steps of 2 · 128 ms.
-    assert router.pending_s(Request("large"), there) == pytest.approx(5 * 2 * 128 * 0.001)
-    assert router.pending_s(Request("large"), idle) == pytest.approx(0.128)
+    assert router.pending_s(Request("large"), [there])[0] == pytest.approx(5 * 2 * 128 * 0.001)
+    assert router.pending_s(Request("large"), [idle])[0] == pytest.approx(0.128)
     assert router.choose(Request("large"), [there, idle]).index == 1
     there.outstanding_tokens = 0
     assert router.choose(Request("large"), [there, idle]).index == 0
@@ -280,9 +280,9 @@ def test_a_start_on_the_host_is_pending_instead_of_a_longer_load(load_s_per_rank
     router = ShortestPendingTime(settings, RANKS, 2)
     there, idle = Instance(0, 6).run("large", "small"), Instance(1)
     short, long = Request("large", prompt_tokens=3), Request("large", prompt_tokens=30)
-    assert router.pending_s(short, idle) == pytest.approx(short_s)
-    assert router.pending_s(long, idle) == pytest.approx(long_s)
-    assert router.pending_s(long, there) == pytest.approx(3 * 2 * 128 * 0.001)
+    assert router.pending_s(short, [idle])[0] == pytest.approx(short_s)
+    assert router.pending_s(long, [idle])[0] == pytest.approx(long_s)
+    assert router.pending_s(long, [there])[0] == pytest.approx(3 * 2 * 128 * 0.001)
     assert router.choose(short, [there, idle]).index == 1
     assert router.choose(long, [there, idle]).index == (0 if long_s > 0.768 else 1)
 
@@ -307,14 +307,14 @@ def test_candidates_have_the_adapter_or_room_for_it(router):
 def test_a_batch_with_room_is_a_shorter_queue_the_less_work_it_has():
     router = ShortestPendingTime(model(), RANKS, 16)
     one, several = Instance(0, 20).run("small"), Instance(1, 80).run(*["small"] * 4)
-    assert router.pending_s(BASE, one) == pytest.approx(20 * 8 * 0.001 / 16)
-    assert router.pending_s(BASE, several) == pytest.approx(80 * 4 * 8 * 0.001 / 16)
+    assert router.pending_s(BASE, [one])[0] == pytest.approx(20 * 8 * 0.001 / 16)
+    assert router.pending_s(BASE, [several])[0] == pytest.approx(80 * 4 * 8 * 0.001 / 16)
 
 
 def test_prompts_that_wait_are_pending_for_their_prefill():
     one = Instance(0, 7).give("small", prompt_tokens=7)
     expected = 0.5 + 7 * 0.1 + 7 * 8 * 0.010
-    assert ShortestPendingTime(model(), RANKS, 2).pending_s(BASE, one) == pytest.approx(expected)
+    assert ShortestPendingTime(model(), RANKS, 2).pending_s(BASE, [one])[0] == pytest.approx(expected)
 
 
 @given(

@@ -209,7 +209,7 @@ async def controlled_fleet(
         registry,
         routes.placement(fleet, adapters.pool),
         _migration_controller(cluster, routes, instance_registry),
-        InstanceControl(instance_registry, cluster.front_end.drain_s),
+        InstanceControl(instance_registry, cluster.front_end.drain_s, cluster.front_end.prefill_instances),
     )
     if cluster.has_resolver:
         from moe_lora.dist.cluster.resolving import attach_resolver

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import chain
 
 from anyio import fail_after, move_on_after
 
@@ -33,10 +33,13 @@ class InstanceControl:
     this process.  An order for an absent instance waits for its dial-in.
     """
 
-    def __init__(self, instance_registry: InstanceRegistry, drain_s: float) -> None:
+    def __init__(
+        self, instance_registry: InstanceRegistry, drain_s: float, prefill_instances: Collection[str] = ()
+    ) -> None:
         self.seen_by_all: Callable[[str, str], bool] = lambda name, incarnation: True
         self._registry = instance_registry
         self._drain_s = drain_s
+        self._prefill = prefill_instances
         self.changing = asyncio.Lock()
         """Held by a restart, and by a change of the number."""
         self.scale: Callable[[int, float], Awaitable[None]] | None = None
@@ -46,11 +49,14 @@ class InstanceControl:
     async def drain_instance(self, name: str) -> None:
         """Give an instance no requests, and move requests elsewhere if possible.
 
-        Raises ConfigError for an unknown or the last undrained instance.
+        Raises ConfigError for an unknown or the last undrained instance, or after an undrain meanwhile.
         """
         await self._named(name)
-        await self._check_others(name, lambda: self._registry.undrained)
-        await self._warm_others({name})
+        orders = self._registry.drains.orders
+        await self._warm_others(name, lambda: self._registry.undrained)
+        later = self._registry.drains.orders.get(name)
+        if later is not None and not later.drained and later != orders.get(name):
+            raise ConfigError(f"instance {name!r} was undrained before its drain began")
         await self._order(name, drained=True)
         logger.info("instance %s is drained", name)
 
@@ -83,8 +89,8 @@ class InstanceControl:
             instance = await self._named(name)
             await self._check_others(name, self._not_drained)
             await _until(lambda: instance.live, limit_s, _not_here(name))
+            await self._warm_others(name, self._not_drained)
             before = instance.incarnation
-            await self._warm_others({name})
             self._registry.drains.restart({name})
             logger.info("instance %s is drained until it is started again", name)
             try:
@@ -125,8 +131,9 @@ class InstanceControl:
         finally:
             self.changing.release()
 
-    def check_leaving(self, names: Collection[str]) -> None:
-        """Raises ConfigError if instances leave, and no other takes requests."""
+    async def check_leaving(self, names: Collection[str]) -> None:
+        """Start loads at others.  Raises ConfigError if instances leave, and no other takes requests."""
+        await self._start_loads(names)  # other instances may leave meanwhile
         stays = any(one.name not in names for one in self._registry.undrained)
         if not stays and any(one.name in names for one in self._registry.live):
             raise ConfigError(f"{', '.join(names)} can't leave: no other takes requests; undrain one first")
@@ -138,7 +145,6 @@ class InstanceControl:
             return [one for one in self._registry.instances if one.name in names]
 
         drains = self._registry.drains
-        await self._warm_others(names)
         drains.restart(names)
         logger.info("instances %s are drained, to end for good", ", ".join(names))
         try:
@@ -157,17 +163,35 @@ class InstanceControl:
         finally:
             drains.restart(())
 
-    async def _warm_others(self, names: Collection[str]) -> None:
-        """Start loads of the leaving instances' adapters in use, before requests go to the others."""
+    async def _warm_others(self, name: str, undrained: Callable[[], Sequence[Instance]]) -> None:
+        """Start loads, then check again: other instances may leave meanwhile."""
+        await self._check_others(name, undrained)
+        await self._start_loads({name})
+        await self._check_others(name, undrained)
+
+    async def _start_loads(self, names: Collection[str]) -> None:
+        """Load the leaving instances' adapters in use at another each, unless one has the adapter."""
         undrained = self._registry.undrained
-        others = [one for one in undrained if one.name not in names]
-        calls = [one.client.list_adapters() for one in undrained if others and one.name in names]
+        roles = {one.name in self._prefill for one in undrained if one.name in names}
+        alike = [one for one in undrained if one.name in names or (one.name in self._prefill) in roles]
+        num, ready = Counter[str](), set[str]()
+        loads: dict[Instance, list[str]] = {one: [] for one in alike if one.name not in names}
+        if not loads:
+            return
         with move_on_after(WARM_S):
-            found = await asyncio.gather(*calls, return_exceptions=True)
-            infos = chain.from_iterable(one for one in found if not isinstance(one, BaseException))
-            if used := sorted({info.name for info in infos if info.num_running}):
-                loads = [one.client.call("preload_adapters", used) for one in others]
-                await asyncio.gather(*loads, return_exceptions=True)
+            calls = [one.client.list_adapters() for one in alike]
+            for one, found in zip(alike, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+                for info in () if isinstance(found, BaseException) else found:
+                    if one.name in names:
+                        num[info.name] += info.num_running + info.num_waiting
+                    elif info.residency == "device":
+                        ready.add(info.name)
+            for name, used in num.most_common():
+                if used and name not in ready:
+                    least = min(loads, key=lambda one: (len(loads[one]), one.outstanding_tokens))
+                    loads[least].append(name)
+            orders = [one.client.call("preload_adapters", found) for one, found in loads.items() if found]
+            await asyncio.gather(*orders, return_exceptions=True)
 
     def _not_drained(self) -> list[Instance]:
         """Includes returning instances."""

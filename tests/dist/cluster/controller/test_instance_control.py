@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -87,6 +88,7 @@ def test_others_load_the_adapters_that_a_leaving_instance_uses_before_they_get_i
     if verb == "drain":
         front_end.run(control.drain_instance("one"))
     elif verb == "remove":
+        front_end.run(control.check_leaving(["one"]))
         front_end.run(control.remove(["one"], end))
     else:
         restarting, errors = restart_aside(front_end, control)
@@ -95,6 +97,68 @@ def test_others_load_the_adapters_that_a_leaving_instance_uses_before_they_get_i
         restarting.join(PATIENCE_S)
         assert errors == []
     assert loads == [(["a", "b"], frozenset())]
+
+
+def test_each_adapter_loads_at_one_instance_of_the_role_unless_one_has_it(front_end, made):
+    made.extend(Instance(name, front_end.socket, number=5) for name in ("three", "four", "prompts"))
+    until(lambda: len(front_end.names()) == 5)
+    usual = AdapterInfo(name="", version=1, lora_rank=1, nbytes=1, targets=(), path="", residency="device")
+    uses = {"a": (1, 0), "waits": (0, 3), "b": (2, 0), "there": (9, 0), "idle": (0, 0)}
+    infos = [replace(usual, name=name, num_running=r, num_waiting=w) for name, (r, w) in uses.items()]
+    made[1].loop.list_adapters = lambda: infos
+    made[3].loop.list_adapters = lambda: [replace(usual, name="there")]
+    control = InstanceControl(front_end.instance_registry, 20.0, ["prompts"])
+    front_end.run(control.drain_instance("one"))
+    calls = [[args for verb, *args in one.loop.calls if verb == "preload_adapters"] for one in made[2:]]
+    loads = [names for [[names]] in filter(None, calls)]
+    assert calls[-1] == []
+    assert len(loads) == 3
+    assert sorted(name for names in loads for name in names) == ["a", "b", "waits"]
+
+
+@pytest.mark.parametrize("other", ["drain", "restart"])
+def test_of_two_instances_that_leave_at_once_one_stays(front_end, control, other):
+    async def both() -> list:
+        ends = control.drain_instance("two") if other == "drain" else control.restart_instance("two", 0.3)
+        return await asyncio.gather(control.drain_instance("one"), ends, return_exceptions=True)
+
+    problems = front_end.run(both())
+    assert [type(one) for one in problems].count(ConfigError) == 1
+    assert len(front_end.instance_registry.drained) == (other == "drain" or problems[0] is None)
+
+
+def test_an_instance_is_not_drained_if_it_is_undrained_or_the_others_are_lost_while_they_load(
+    front_end, control, made, monkeypatch
+):
+    monkeypatch.setattr(instance_control, "WARM_S", PATIENCE_S)
+    first, second = made[1:]
+    usual = AdapterInfo(name="a", version=1, lora_rank=1, nbytes=1, targets=(), path="", residency="device")
+    first.loop.list_adapters = lambda: [replace(usual, num_running=1)]
+    may_load = threading.Event()
+    second.loop.preload_adapters = lambda names: int(may_load.wait(PATIENCE_S))
+
+    async def drain(num_loads: int, meanwhile) -> None:
+        draining = asyncio.create_task(control.drain_instance("one"))
+        while second.loop.calls.count(("preload_adapters", ["a"])) < num_loads:
+            await asyncio.sleep(0.005)
+        await meanwhile()
+        await draining
+
+    async def lose() -> None:
+        other = front_end.instance_registry.instances[1]
+        front_end.instance_registry.lose(other, other.client)
+        may_load.set()
+
+    async def undrain() -> None:
+        await control.undrain_instance("one")
+        may_load.set()
+
+    with pytest.raises(ConfigError, match="'one' was undrained before"):
+        front_end.run(drain(1, undrain))
+    may_load.clear()
+    with pytest.raises(ConfigError, match="no other takes requests"):
+        front_end.run(drain(2, lose))
+    assert not front_end.instance_registry.drained
 
 
 def test_the_last_that_takes_requests_and_a_stranger_are_not_drained(front_end, control):

@@ -13,9 +13,11 @@ import pytest
 
 from moe_lora.config import FrontEndConfig
 from moe_lora.config.optional_parts import EmulationConfig, LoraServerConfig
+from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import ConfigError
 from moe_lora.dist.cluster.controller.routes import make_routes
-from moe_lora.dist.cluster.prefill_first import ByPhase
+from moe_lora.dist.cluster.instances import InstanceRegistry
+from moe_lora.dist.cluster.prefill_first import PrefillFirstClient
 from moe_lora.dist.host_workers.profile import host_section
 from moe_lora.policies.routing.model_routing import RankAware, ShortestPendingTime
 from moe_lora.timing.answer_lengths import FIRST_TOKENS
@@ -56,8 +58,8 @@ def start_s(path: str, *, lora_server: LoraServerConfig | None = None, **engine:
     there = Instance(0)
     there.load.recent["large"] = None
     router = cast(ShortestPendingTime, routes.router)
-    assert router.pending_s(FOUR, there) == 0
-    return router.pending_s(FOUR, Instance(1))
+    assert router.pending_s(FOUR, [there])[0] == 0
+    return float(router.pending_s(FOUR, [Instance(1)])[0])
 
 
 @pytest.mark.parametrize(
@@ -117,13 +119,20 @@ def test_instances_for_prompts_have_slots_beside_a_lora_server(tmp_path):
         prefill_instances=("instance-0", "instance-1"),
     )
     config = replace(cluster_config(front_end, num_instances=4, max_loras=2), lora_server=LoraServerConfig())
+    registry = InstanceRegistry([])
+    here = [registry.enter(f"instance-{number}", cast(Any, None)) for number in (0, 2)]
+    client = PrefillFirstClient(registry, make_routes(config), WallClock(), cast(Any, None))
+    assert [one.load.has_slots for one in here] == [True, False]
+    for number in (1, 3):
+        registry.enter(f"instance-{number}", cast(Any, None))
     begun = {"prompt": SimpleNamespace(is_begun=False), "answer": SimpleNamespace(is_begun=True)}
-    by_phase = ByPhase(make_routes(config), cast(Any, begun))
+    client._running.update(cast(Any, begun))
     # The first of each kind has two adapters and little work, the second a long prompt.
-    instances = [Instance(0).give("a", "b"), Instance(1).give(None, prompt_tokens=900)]
-    instances += [Instance(2).give("a", "b"), Instance(3).give(None, prompt_tokens=900)]
-    for one in instances:
-        cast(Any, one).name = f"instance-{one.index}"
+    instances = sorted(registry.instances, key=lambda one: one.name)
+    for index, one in enumerate(instances):
+        one.index = index
+        for adapter, prompt_tokens in ((None, 900),) if index % 2 else (("a", 1), ("b", 1)):
+            one.load.add(adapter, prompt_tokens)
     for request_id, chosen in (("prompt", 1), ("answer", 2)):
         request = SimpleNamespace(request_id=request_id, adapter="large", prompt_tokens=4)
-        assert by_phase.choose(request, instances).index == chosen
+        assert client._router.choose(cast(Any, request), instances).index == chosen
