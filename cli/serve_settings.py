@@ -42,9 +42,11 @@ def cluster_to_serve(
 
     options = dict(options)  # a reload reads the options again
     content: dict[str, Any] = {}
+    of_file: dict[str, Any] = {}
     folder, path_of = Path(), str
     if config_file is not None:
-        read_cluster(config_file, scales=True)  # errors of the file name the file
+        # Errors of the file name the file.
+        of_file = vars(read_cluster(config_file, scales=True).front_end)
         content, folder, path_of = (
             read_content(config_file),
             Path(config_file).resolve().parent,
@@ -64,6 +66,11 @@ def cluster_to_serve(
         shared = sections.get("front_end", {})
         where = {name: shared.pop(name) for name in ("host", "port", "admin_address") if name in shared}
         content["front_ends"] = {**front_ends, front_end: {**front_ends[front_end], **where}}
+    elif front_ends:  # a repeated value of front_end follows the options
+        content["front_ends"] = {
+            name: {field: value for field, value in place.items() if value != of_file.get(field)}
+            for name, place in front_ends.items()
+        }
     for section, given in sections.items():
         content[section] = _laid_over(SECTIONS[section], content.get(section), given)
     if keys := options["given_keys"] or _keys_of_environment(content):

@@ -360,7 +360,7 @@ class FrontEndConfig(AccessConfig, LimitsConfig, BatchConfig, MigrationConfig, R
     port: int = _port(8000, option="--port", group="Access")
     """Port of HTTP.  0 takes a free port."""
     engines_address: str | None = setting(None, check=parse_dialled)
-    """Address for instances to dial: host:port, or on one host the absolute path of a socket."""
+    """Address for instances to dial: host:port or [IPv6]:port, or on one host a socket's absolute path."""
     cors_origins: tuple[str, ...] = setting(
         (), check=_check_origins, former="--cors-origin", metavar="ORIGIN", unset="none"
     )

@@ -50,7 +50,7 @@ class LoraServerConfig(Settings):
     start, or times an adapter of rank 16 on all targets if that is larger and at most an eighth of the
     memory.  A larger adapter is refused when it is loaded."""
     address: str = setting("", check=lambda place, address: address and parse_dialled(place, address))
-    """host:port of the first rank for other hosts; on one host the path of a socket."""
+    """host:port or [IPv6]:port of the first rank for other hosts; on one host a socket's path."""
     certificates: str | None = setting(None, in_file=False)
     """Folder of the cluster's certificates; None: all is on one host."""
     store_dir: str = setting("", path="folder")

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from ipaddress import IPv6Address
 from pathlib import Path
 
 from .errors import ConfigError, LoraServerError
@@ -49,16 +50,23 @@ def parse_address(setting: str, address: str) -> Address:
     return Address(host, int(found[3]))
 
 
-ANY_HOSTS = ("0.0.0.0", "::")
+def is_any_host(host: str) -> bool:
+    """True for all addresses of a host, in any spelling."""
+    if ":" in host:
+        found = IPv6Address(host)
+        return (found.ipv4_mapped or found).is_unspecified
+    with suppress(OSError, ValueError):  # a name
+        return not any(socket.inet_aton(host))
+    return False
 
 
 def parse_dialled(setting: str, address: str) -> Address:
     """`parse_address` for an address that other roles dial.  Raises ConfigError for all of a host."""
     place = parse_address(setting, address)
-    if place.host in ANY_HOSTS:
+    if is_any_host(place.host):
         raise ConfigError(
             f"{setting}={address} is dialled by other roles, and names no host; give a name or an IP address "
-            "of this role's host"
+            "of the listener's host"
         )
     return place
 
@@ -83,10 +91,10 @@ def located(address: Address) -> Address:
 
 
 def _is_host(host: str) -> bool:
-    """False for a name that the socket module can't encode."""
+    """False for a name that the socket module can't encode, and for a wrong IPv6 address."""
     try:
-        return bool(host.encode("idna"))
-    except UnicodeError:
+        return bool(IPv6Address(host) if ":" in host else host.encode("idna"))
+    except ValueError:
         return False
 
 

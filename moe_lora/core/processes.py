@@ -70,7 +70,7 @@ def worker_environment(num_threads: int | None) -> dict[str, str]:
     """
     threads = str(num_threads or usable_cores())
     return {
-        **os.environ,
+        **_without_job(),
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "OMP_WAIT_POLICY": "passive",

@@ -247,10 +247,7 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = min(places, key=lambda place: place[0] != socket.AF_INET)
         sock = socket.socket(family, kind, protocol)
         try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-            # Set again before `listen`: until then no other server binds the port.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+            _take(sock, address)
         except OSError:
             sock.close()
             raise
@@ -260,6 +257,19 @@ def bind(host: str, port: int) -> socket.socket:
             f"can't listen at host={host} port={port}: {reason}; choose another (port 0 takes a free one)"
         ) from error
     return sock
+
+
+def _take(sock: socket.socket, address: Any) -> None:
+    try:
+        # Before Linux 6.8 a port bound with SO_REUSEADDR stays open to other servers.
+        sock.bind(address)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        # A former server's closing connections admit only a socket with the option.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
 
 
 @contextlib.contextmanager

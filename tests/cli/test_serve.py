@@ -20,6 +20,7 @@ from moe_lora.config import FrontEndConfig, LoraServerConfig, PoolConfig, Provis
 from moe_lora.config.cluster import SECTIONS, ClusterConfig
 from moe_lora.config.settings import settings_of
 from moe_lora.core.errors import CapacityError, EngineDeadError
+from moe_lora.dist.launch.local import checked
 
 MOST_OPTIONS = 45
 LINES_OF_A_SCREEN = 50
@@ -364,6 +365,27 @@ def test_a_front_end_that_the_file_does_not_have(cluster_file):
     result = run("--config", cluster_file, "--role", "front-end", "--name", "three")
     assert result.exit_code == 1
     assert "front_ends has none named 'three'" in result.output
+
+
+def test_front_ends_that_repeat_the_files_port_follow_the_option(monkeypatch, model_dir, tmp_path):
+    file = tmp_path / "several.yaml"
+    file.write_text(
+        f"model_dir: {model_dir}\nfront_end: {{port: 81}}\nfront_ends:\n"
+        "  one: {port: 81, host: 127.0.0.1, engines_address: 'h:2'}\n  two: {engines_address: 'h:3'}\n"
+        "controller: {address: 'h:4', engines_address: 'h:5'}\n"
+    )
+    served = []
+
+    def serve_host(cluster, num_front_ends, reload):
+        served.append(checked(cluster))
+        return 0
+
+    monkeypatch.setattr("moe_lora.assemble.serve_host", serve_host)
+    result = run("--config", str(file), "--port", "90", "--host", "0.0.0.0")
+    assert result.exit_code == 0, result.output
+    for name in ("one", "two"):
+        place = served[0].front_end_named(name)
+        assert (place.host, place.port) == ("0.0.0.0", 90)
 
 
 def test_several_front_ends_are_processes_of_this_host(monkeypatch, model_dir):

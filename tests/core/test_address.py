@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from moe_lora.dist.launch.ray_role import RoleActor
 from moe_lora.dist.launch.topology import Part
 from moe_lora.dist.net.connection import dial, listen
 from moe_lora.dist.net.keys import make_keys
-from moe_lora.dist.transport.gloo_link import Reception
+from moe_lora.dist.transport.contract import make_transport
+from tests.dist.transport.peers import TIMEOUT_S, pattern
 
 HTTP = {"port": 0, "tls_cert": None, "drain_s": 1, "heartbeat_dead_s": 5, "has_key": False}
 
@@ -47,14 +47,20 @@ def test_an_address_reads_as_written(text: str, address: Address) -> None:
     assert str(address) == text
 
 
-@pytest.mark.parametrize("text", ["::1:7600", "fd00::1", "[fd00::1]", "[h]:1", "[::1:7600", "[]:1", "a]:1"])
+@pytest.mark.parametrize(
+    "text",
+    ["::1:7600", "fd00::1", "[fd00::1]", "[h]:1", "[::1:7600", "[]:1", "a]:1", "[1:2]:3", "[fd00::g]:1"],
+)
 def test_an_address_without_clear_port_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"is not host:port, such as 10\.0\.0\.1:7600 or \[fd00::1\]:7600"):
         parse_address("here", text)
 
 
-@pytest.mark.parametrize("text", ["0.0.0.0:7600", "[::]:7600"])
-def test_no_role_dials_all_addresses_of_a_host(text: str) -> None:
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "0", "0.0", "[::]", "[::0]", "[0:0:0:0:0:0:0:0]", "[::ffff:0.0.0.0]"]
+)
+def test_no_role_dials_all_addresses_of_a_host(host: str) -> None:
+    text = f"{host}:7600"
     with pytest.raises(ConfigError, match=r"dialled by other roles, and names no host; give a name or an IP"):
         parse_dialled("front_end.engines_address", text)
     assert parse_address("front_end.admin_address", text).port == 7600
@@ -110,7 +116,10 @@ def test_a_role_on_ray_has_ports_of_an_ipv6_host() -> None:
 @ipv6
 def test_pages_arrive_by_ipv6() -> None:
     with (
-        closing(Reception("::1", None, 1.0, lambda index: None)) as reception,
-        socket.create_connection(("::1", reception.port)),
+        make_transport("gloo", host="::1", name="here") as here,
+        make_transport("gloo", host="::1", name="there") as there,
     ):
-        pass
+        pages = there.alloc("pages", 100, 1)
+        here.put_signal(here.attach(pages.descriptor()), 0, pattern(100, 7), 0, 1)
+        there.signal_wait_until(pages, 0, 1, TIMEOUT_S)
+        assert pages.bytes.equal(pattern(100, 7))

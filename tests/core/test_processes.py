@@ -53,3 +53,13 @@ def test_a_child_gets_no_place_in_a_job_of_the_shell(tmp_path, monkeypatch):
     job = {name for name in found if name.startswith(("RANK", "LOCAL_", "WORLD_", "MASTER_", "TORCHELASTIC"))}
     assert job == {"RANK", "MASTER_KEY"}
     assert found["RANK"] == "1"
+
+
+def test_an_engine_process_gets_no_place_in_a_job_of_the_shell(monkeypatch):
+    monkeypatch.setenv("RANK", "7")
+    started = []
+    monkeypatch.setattr(processes.subprocess, "Popen", lambda *_, env, **__: started.append(env))
+    with pytest.raises(AttributeError):  # nothing was started
+        processes.start_child("moe_lora.dist.host_workers.worker", num_threads=1)
+    assert "RANK" not in started[0]
+    assert started[0]["OMP_NUM_THREADS"] == "1"

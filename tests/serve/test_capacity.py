@@ -422,12 +422,37 @@ def leave(controller: CapacityController, monkeypatch: pytest.MonkeyPatch) -> No
     """One of two instances leaves at the next look."""
     monkeypatch.setattr(capacity_controller, "LOOK_S", 0.01)
     counts = [2]
-    controller.num_live = lambda: counts.pop() if counts else 1
+    controller.num_known = lambda: counts.pop() if counts else 1
 
 
-def test_instances_in_routing_are_counted(watched, controller, monkeypatch):
-    monkeypatch.setattr(InstanceRegistry, "live", ["instance-0", "instance-1"])
-    assert controller.num_live() == 2
+def test_a_restart_waits_for_an_instance_that_crashes_meanwhile(watched, paper, monkeypatch):
+    monkeypatch.setattr(capacity_controller, "LOOK_S", 0.01)
+    in_routing = property(lambda registry: ["instance-0", "instance-1"][: 1 if paper.restarted else 2])
+    monkeypatch.setattr(InstanceRegistry, "live", in_routing)
+    state, counts = paper.state, [1] * 20
+
+    def seen() -> ServerState:
+        return replace(state(), num_instances=counts.pop() if paper.restarted and counts else 2)
+
+    monkeypatch.setattr(paper, "state", seen)
+    found = watched.post(f"/v1/lora_server/restart?limit_s={PATIENCE_S}", {})
+    assert (found.status_code, counts) == (200, [])
+    assert paper.restarted == [1, 0]
+
+
+def test_an_instance_that_left_before_is_not_subtracted_again(controller, paper, monkeypatch):
+    monkeypatch.setattr(capacity_controller, "LOOK_S", 0.01)
+    known, counts = [2, 1], [0] * 20
+    controller.num_known = lambda: known.pop(0) if len(known) > 1 else known[0]
+    state = paper.state
+
+    def seen() -> ServerState:
+        number = counts.pop() if paper.restarted and counts else 1
+        return replace(state(), num_instances=number)
+
+    monkeypatch.setattr(paper, "state", seen)
+    asyncio.run(controller.restart_server(PATIENCE_S))
+    assert not counts
 
 
 def test_a_restart_waits_for_no_instance_that_leaves_meanwhile(controller, paper, monkeypatch):

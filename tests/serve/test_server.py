@@ -230,6 +230,11 @@ def test_a_port_is_taken_before_its_server_listens():
             bind("127.0.0.1", port)
 
 
+def test_a_free_port_is_bound_without_a_second_binds_option(monkeypatch):
+    monkeypatch.setattr("moe_lora.serve.server.socket.SO_REUSEADDR", object())  # no number: an error if set
+    bind("127.0.0.1", 0).close()
+
+
 def test_a_restart_takes_the_port_beside_closed_connections(start):
     server = start()
     port = int(server.url.rpartition(":")[2])

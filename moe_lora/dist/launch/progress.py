@@ -22,8 +22,9 @@ _NAME = re.compile("[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 class RoleFacts:
     """A role's state.
 
-    process: number on this host.  addresses: name:port -> ip:port.  url: of a front end.  num_restarts: of
-    the process.  num_failures: placements with an error at the end.  problem: reason of a missing start.
+    process: number on this host.  addresses: name:port -> ip:port.  book_number: of the address book.  url:
+    of a front end.  num_restarts: of the process.  num_failures: placements with an error at the end.
+    problem: reason of a missing start.
     """
 
     name: str
@@ -31,6 +32,7 @@ class RoleFacts:
     host: str = ""
     process: str = ""
     addresses: Mapping[str, str] = field(default_factory=dict)
+    book_number: int = 0
     url: str = ""
     num_restarts: int = 0
     num_failures: int = 0

@@ -215,6 +215,7 @@ class Keeper:
         kept.facts = facts = await actor.facts.remote()
         record.touch()  # before a process
         self._book.update(facts.addresses)
+        self._last_number = max(self._last_number, facts.book_number)
         if facts.state == PLACED:
             token = self._enrolment.add_token(kept.name)
             await actor.enrol.remote(self._address, token, self._enrolment.authority)

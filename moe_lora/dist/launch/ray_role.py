@@ -112,6 +112,7 @@ class RoleActor:
             state=state,
             host=self._host,
             addresses=self._addresses,
+            book_number=self._book_number,
             url=self._url,
             num_restarts=num_restarts,
             problem=problem,

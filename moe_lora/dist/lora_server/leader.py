@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.leases.leases import Grant, LeaseTable
 from moe_lora.cache.leases.residency import Load, ShardPages
-from moe_lora.core.address import ANY_HOSTS, Address, parse_address
+from moe_lora.core.address import Address, is_any_host, parse_address
 from moe_lora.core.errors import (
     AdapterError,
     AdapterNotFoundError,
@@ -181,7 +181,7 @@ class Leader:
         self._ranks[server_rank] = visitor
         self._num_joins[server_rank] += 1
         place = parse_address("its address", address)
-        if place.host in ANY_HOSTS:  # the rank is reached at the peer's host
+        if is_any_host(place.host):  # the rank is reached at the peer's host
             place = Address(visitor.host, place.port)
         self.addresses[server_rank] = str(place)
         self._tell_rank(server_rank, ResizeOrder(self._num_slots))

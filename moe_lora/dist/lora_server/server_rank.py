@@ -17,13 +17,13 @@ import torch
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.cache.leases.leases import LeaseTable
 from moe_lora.config import EngineConfig
-from moe_lora.core.address import ANY_HOSTS, Address, own_host, parse_address
+from moe_lora.core.address import Address, parse_address
 from moe_lora.core.errors import ConfigError, LoraServerError, PeerUnreachableError
 from moe_lora.core.shape import ModelShape
 from moe_lora.dist.deltas.session import FrameLayout, PeerFrames
-from moe_lora.dist.net.keys import keys_in
+from moe_lora.dist.net.keys import Keys, keys_in
 from moe_lora.dist.net.peer import Peer
-from moe_lora.dist.net.session import stay_connected
+from moe_lora.dist.net.session import Hello, stay_connected
 
 from .control import (
     REJOIN_S,
@@ -237,12 +237,11 @@ class ServerRank:
 
     def _follow(self) -> None:
         address = self._server.address
-        memory, _ = network().run(ask(address, self._keys, self._hello, _LEADER_TIMEOUT_S, "memory"))
+        memory, own_host = network().run(_meet(address, self._keys, self._hello))
         self._build(memory)
-        if address.startswith("/"):
+        own = Address("::" if ":" in own_host else "0.0.0.0")
+        if not own_host:
             own = Address(path=f"{address}.{self._server_rank}")
-        else:
-            own = Address(ANY_HOSTS[":" in own_host(address)])
         self._listen(own, {})
         self._leader: Peer | None = None
         self._orders = Orders(self.loop.server_store, self._store, self._need)
@@ -346,6 +345,16 @@ class ServerRank:
         address = await find_rank(*leader, self._stage_leader, REJOIN_S)
         begin = "tell_turns", self.loop.turns.descriptor(), self.loop.turns_seen
         return await join(address, self._keys, self._hello, REJOIN_S, *begin)
+
+
+async def _meet(address: str, keys: Keys | None, hello: Hello) -> tuple[Memory, str]:
+    """The leader's memory, and this host's address on the way: other ranks find this host by its family."""
+    leader = await join(address, keys, hello, _LEADER_TIMEOUT_S)
+    try:
+        memory, _ = await called(leader, "memory")
+        return memory, leader.own_host
+    finally:
+        leader.end()
 
 
 def _tell_links(leader: Peer, clients: tuple[str, ...]) -> None:

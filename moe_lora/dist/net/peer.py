@@ -97,6 +97,12 @@ class Peer:
         self._code = _GOING_AWAY
         self._writer = asyncio.create_task(self._write())
 
+    @property
+    def own_host(self) -> str:
+        """This end's IP address; empty for a Unix socket."""
+        address = self._socket.local_address
+        return str(address[0]) if isinstance(address, tuple) else ""
+
     def send(self, message: Message) -> None:
         """Queue a message; a lost peer gets nothing.  Raises ValueError beyond MAX_FRAME_BYTES."""
         if self.ended.is_set() or self._closing:

@@ -52,7 +52,8 @@ class Actor:
         role = self.name.partition("@")[0]
         serving = READY if role.startswith("front-end") else RUNNING
         state = serving if self.is_started else PLACED
-        return RoleFacts(name=role, state=state, host=self.host or "")
+        number = max(self.numbers, default=0)
+        return RoleFacts(name=role, state=state, host=self.host or "", book_number=number)
 
     async def on_snapshot(self) -> Snapshot:
         return Snapshot(waiting=0, running=0, within={}, live=self.live)
@@ -298,6 +299,25 @@ def test_down_without_a_keeper_stops_a_moving_role(monkeypatch: pytest.MonkeyPat
         *("stop instance-0@1", "kill instance-0@1"),
         "kill instance-0@2",
     ]
+
+
+def test_a_keeper_after_a_clock_was_set_back_numbers_books_on(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        keeper = await keeper_of(ray)
+        keeper._send_book()
+        front_end = ray.of("front-end-0")
+        await until(lambda: len(front_end.numbers) > 1)
+        before = max(number for actor in ray.actors.values() for number in actor.numbers)
+        end(keeper)
+        ray.is_again = True
+        monkeypatch.setattr(ray_keeper.time, "time_ns", lambda: 1)
+        keeper = await keeper_of(ray)
+        for actor in ray.actors.values():
+            await until(lambda actor=actor: actor.numbers[-1] > before)
+
+    run(test)
 
 
 def test_a_clock_that_is_set_back_numbers_books_on(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:

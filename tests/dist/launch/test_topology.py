@@ -203,6 +203,7 @@ def test_an_older_book_replaces_no_newer_one(monkeypatch):
         own = (await actor.facts()).addresses
         actor.set_book(2, {"front-end-0:7600": "10.0.0.2:1"})
         actor.set_book(1, {"front-end-0:7600": "10.0.0.1:1"})
+        assert (await actor.facts()).book_number == 2
         [book] = actor.folder.glob("*.json")
         assert json.loads(book.read_text()) == {"front-end-0:7600": "10.0.0.2:1", **own}
         await actor.stop()

@@ -92,7 +92,8 @@ class Cluster:
         self.shape = shape
         folder = Path(self._folder.name)
         fields = {"capacity": 4, "sites": "all", "memory_gb": 0.01, "store_dir": str(folder / "store")}
-        self.config = LoraServerConfig(layout=layout, address=f"{folder}/leader", **fields | settings)
+        fields["address"] = f"{folder}/leader"
+        self.config = LoraServerConfig(layout=layout, **fields | settings)
         self.num_ranks = Layout.parse(layout).num_ranks
         self.ranks = 1, 1
         """expert_parallel and tensor_parallel of instances."""

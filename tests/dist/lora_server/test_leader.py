@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,10 @@ from moe_lora.dist.lora_server.attach import NUM_REGISTERS, LeaseClient
 from moe_lora.dist.lora_server.control import called, join, network
 from moe_lora.dist.lora_server.leader import Leader, OwnRank
 from moe_lora.dist.lora_server.messages import Order
+from moe_lora.dist.net.keys import make_keys
 from moe_lora.policies.caching.caching import ANYBODY, Asker
+from tests.core.test_address import ipv6
+from tests.dist.cluster_jobs import free_port
 from tests.dist.lora_server.cluster import Cluster, random_adapter, until
 from tests.dist.lora_server.shapes import model_shape
 from tests.patience import PATIENCE_S
@@ -941,3 +945,20 @@ def test_content_that_the_store_has_lost_is_fetched_from_an_instance(layout):
                     f"{name} is loaded",
                 )
         assert all(packed.content_hash in client.store for packed in in_use)
+
+
+@ipv6
+@pytest.mark.parametrize("hosts", [("::1", "127.0.0.1"), ("127.0.0.1", "::1")])
+def test_ranks_behind_a_name_with_addresses_of_both_families_are_reached(hosts, tmp_path, monkeypatch):
+    find = socket.getaddrinfo
+
+    def found(name, *given, **named):
+        names = hosts if name == "both" else (name,)
+        return [place for one in names for place in find(one, *given, **named)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    make_keys(tmp_path / "keys")
+    address = f"both:{free_port()}"
+    with Cluster(SHAPE, "EP2-PP1", address=address, certificates=str(tmp_path / "keys")) as made:
+        leases = joined(made, "one", "")
+        until(lambda: settled(leases).is_whole, "both ranks are linked")

@@ -7,7 +7,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from functools import partial
 
 from anyio import current_time, fail_after
@@ -56,8 +55,8 @@ class CapacityController:
         """Held by a restart, a resize, and a change of the layout."""
         self._is_changing = False
         """The keeper changes the layout for a former controller."""
-        self.num_live: Callable[[], int] = lambda: 0
-        """Instances in routing."""
+        self.num_known: Callable[[], int] = lambda: 0
+        """Entries of the registry: a scale-down removes entries, a crash does not."""
         self.relayout: Callable[[str, int, float], Awaitable[str]] | None = None
         """Starts a server of this layout, capacity and limit_s; returns the address.  None: fixed."""
 
@@ -110,15 +109,14 @@ class CapacityController:
         LoraServerError if a rank, link or instance is missing after limit_s.
         """
         async with self._change():  # a second restart would end the leader while a rank loads
-            num_live = self.num_live()
             before = state = await self._until_whole(limit_s)
+            expected = self._expected(before)
             for server_rank in (*range(1, len(before.ranks)), 0):
                 if state.incarnation != before.incarnation:
                     break  # a launcher such as torchrun restarts all ranks
                 logger.info("rank %d of the LoRA Server is told to end, to be started again", server_rank)
                 await asyncio.to_thread(self._admin.restart, server_rank)
-                state = replace(state, num_instances=before.num_instances)
-                state = await self._until_back(state, server_rank, limit_s, num_live)
+                state = await self._until_back(state, server_rank, limit_s, expected)
             return state
 
     @verb
@@ -138,16 +136,12 @@ class CapacityController:
             )
         async with self._change():
             end_s = current_time() + limit_s
-            num_live = self.num_live()
             before = await asyncio.to_thread(self._admin.state)
+            expected = self._expected(before)
             address = await self.relayout(layout, before.capacity, limit_s)
             self.use_lora_server(address)
-            return await self._until_whole(
-                max(LOOK_S, end_s - current_time()),
-                f"the LoRA Server is {layout}, but",
-                before.num_instances,
-                num_live,
-            )
+            rest_s = max(LOOK_S, end_s - current_time())
+            return await self._until_whole(rest_s, f"the LoRA Server is {layout}, but", expected)
 
     def use_lora_server(self, address: str, is_changing: bool = False) -> None:
         """Read state from the server at this socket.  is_changing: refuse changes until the next call."""
@@ -164,34 +158,37 @@ class CapacityController:
         self,
         limit_s: float,
         what: str = "no rank of the LoRA Server was ended:",
-        num_instances: int = 0,
-        num_live: int = 0,
+        expected: Callable[[], int] = lambda: 0,
     ) -> ServerState:
         problem = (
             f"{what} after limit_s={limit_s:g} not all of them are there with "
             "their links to the instances (GET /v1/lora_server: ranks, unlinked); their logs say why"
         )
-        return await self._until(lambda one: one.is_whole, limit_s, problem, num_instances, num_live)
+        return await self._until(lambda one: one.is_whole, limit_s, problem, expected)
 
     async def _until_back(
-        self, before: ServerState, server_rank: int, limit_s: float, num_live: int
+        self, before: ServerState, server_rank: int, limit_s: float, expected: Callable[[], int]
     ) -> ServerState:
         problem = (
             f"rank {server_rank} of the LoRA Server was ended and is not back, with the instances, after "
             f"limit_s={limit_s:g}; its log says why, and instances compute its part meanwhile"
         )
         is_back = partial(_is_back, before, server_rank)
-        return await self._until(is_back, limit_s, problem, before.num_instances, num_live)
+        return await self._until(is_back, limit_s, problem, expected)
+
+    def _expected(self, before: ServerState) -> Callable[[], int]:
+        """Number of instances to wait for: those of `before`, except removed ones."""
+        num_unknown = max(0, before.num_instances - self.num_known())
+        return lambda: min(before.num_instances, self.num_known() + num_unknown)
 
     async def _until(
         self,
         condition: Callable[[ServerState], bool],
         limit_s: float,
         problem: str,
-        num_instances: int,
-        num_live: int,
+        expected: Callable[[], int],
     ) -> ServerState:
-        """The first state that fulfils the condition, with all instances but those that left the live.
+        """The first state that fulfils the condition, with the expected number of instances.
 
         Raises LoraServerError(problem) after limit_s.
         """
@@ -200,8 +197,7 @@ class CapacityController:
                 while True:
                     with suppress(LoraServerError):
                         state = await asyncio.to_thread(self._admin.state)
-                        num_gone = max(0, num_live - self.num_live())
-                        if condition(state) and state.num_instances >= num_instances - num_gone:
+                        if condition(state) and state.num_instances >= expected():
                             return state
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:

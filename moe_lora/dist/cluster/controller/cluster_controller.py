@@ -60,7 +60,7 @@ class ClusterController:
             self._verbs |= verbs_of(RegistryVerbs(registry, adapters.devices))
         self.window = None if provision is None else provision.window
         if provision is not None:
-            provision.num_live = lambda: len(adapters.instance_registry.live)
+            provision.num_known = lambda: len(adapters.instance_registry.instances)
 
     @property
     def figures(self) -> Figures:
