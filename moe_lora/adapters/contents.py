@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -68,6 +69,8 @@ class AdapterContents:
         """Name -> content hashes of the last two versions, to undo a refused load."""
         self._new: set[str] = set()
         """Content hashes that a load wrote, until served or refused."""
+        self._loads: Counter[str] = Counter()
+        """Loads under way by content hash, until served or refused."""
         self._lock = threading.Lock()
         self.delete: Callable[[str], None] | None = None if store is None else store.remove
         """Called with content hashes that no name here uses."""
@@ -88,32 +91,33 @@ class AdapterContents:
         return packed
 
     def read(
-        self, name: str, path: str, expected: str | None = None, *, must_keep: bool | None = None
+        self,
+        name: str,
+        path: str,
+        expected: str | None = None,
+        *,
+        must_keep: bool | None = None,
+        loads: bool = True,
     ) -> PackedAdapter:
         """The adapter in a folder; with a content hash, exactly this content.
 
-        must_keep: a full store is an error; None: only without a content hash.  Errors name the adapter, the
-        log the folder.  Raises AdapterError; StorageError for a full store, or no free file handle.
+        must_keep: a full store is an error; None: only without a content hash.  loads: `serve` or `discard`
+        follows.  The log names the folder.  Raises AdapterError; StorageError without room or a file handle.
         """
         must_keep = expected is None if must_keep is None else must_keep
         if expected is not None and (kept := self._kept(name, expected)) is not None:
             self._check_place(kept)
+            with self._lock:
+                self._loads[expected] += loads
             return kept
         called = f"adapter {name!r}: "
         try:
             if path.startswith(COMPOSED):
                 packed = self._composed(name, path)
             else:
-                packed = read_adapter(
-                    path,
-                    self.shape,
-                    self.dtype,
-                    name,
-                    called=called,
-                    root=self._root,
-                    max_lora_rank=self.max_lora_rank,
-                    base_dir=self._base_dir,
-                )
+                words: Any = {"root": self._root, "max_lora_rank": self.max_lora_rank}
+                words |= {"called": called, "base_dir": self._base_dir}
+                packed = read_adapter(path, self.shape, self.dtype, name, **words)
             self._check_place(packed)
             if packed.base_copies:
                 from .peft.base_weights import check_copies_in
@@ -132,13 +136,17 @@ class AdapterContents:
                 with self._lock:
                     served = {*chain.from_iterable(self._served.values())}
                 self.store.remove_unused(served)
+            with self._lock:
+                self._loads[packed.content_hash] += loads
             try:
                 if self.store.put(packed):
-                    self._new.add(packed.content_hash)
+                    if expected is None:
+                        self._new.add(packed.content_hash)
                 elif self._kept(name, packed.content_hash) is None:
                     self.store.put(packed)
             except StorageError as error:
                 if must_keep:
+                    self.discard(packed.content_hash)
                     raise
                 logger.warning("adapter %s is served, but no copy of it is kept: %s", name, error)
         return packed
@@ -176,6 +184,7 @@ class AdapterContents:
         """Record a new version's content; drops the version before the last."""
         with self._lock:
             self._new.discard(hash_now)
+            self._loads -= Counter((hash_now,))  # never below 0: not every content was read here
             before = self._served.get(name, [])
             if before[-1:] != [hash_now]:
                 self._served[name] = [*before[-1:], hash_now]
@@ -193,12 +202,13 @@ class AdapterContents:
             return content_hash in chain.from_iterable(self._served.values())
 
     def discard(self, content_hash: str) -> None:
-        """Drop a refused load's content, if that load wrote the content and no name uses it."""
+        """Drop a refused load's content, if a load wrote it and no name or load uses it."""
         with self._lock:
-            if content_hash in self._new:
-                self._new.remove(content_hash)
-                if self._computed_by != "lora_server":  # whose leader drops unused contents
-                    self._remove([content_hash])
+            self._loads -= Counter((content_hash,))
+            if self._computed_by == "lora_server":  # whose leader drops unused contents
+                self._new.discard(content_hash)
+            elif content_hash in self._new:
+                self._remove([content_hash])
 
     def _composed(self, name: str, path: str) -> PackedAdapter:
         """The weighted sum at `path`."""
@@ -209,7 +219,9 @@ class AdapterContents:
         parts, store = parts_in(path), self.store
         new = [one.content_hash for one in parts if store is not None and one.content_hash not in store]
         try:
-            terms = [(self.read(one.name, one.path, one.content_hash), one.weight) for one in parts]
+            terms = [
+                (self.read(one.name, one.path, one.content_hash, loads=False), one.weight) for one in parts
+            ]
             packed = compose(name, terms, self.shape)
         finally:
             with self._lock:
@@ -234,7 +246,11 @@ class AdapterContents:
         if self.delete is None:
             return
         for one in {*hashes}.difference(*self._served.values()):
-            self.delete(one)
+            if self._loads[one]:
+                self._new.add(one)  # the last of these loads decides
+            else:
+                self._new.discard(one)
+                self.delete(one)
 
     def _kept(self, name: str, expected: str) -> PackedAdapter | None:
         if self.store is None or expected not in self.store:

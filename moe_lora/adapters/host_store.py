@@ -7,9 +7,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -43,6 +44,8 @@ class HostStore:
         sweep_folders(self.directory, _PARTIAL)
         self._mapped: WeakValueDictionary[int, PackedAdapter] = WeakValueDictionary()
         """Adapters in use, by id: a removed file stays mapped."""
+        self.used: Callable[[], Iterable[str]] = tuple
+        """Content hashes in use without a mapping."""
         self.sweep_s = time.time() + _SWEEP_S
         """Time of the next `remove_unused`: by then a returned instance has its adapters."""
 
@@ -63,25 +66,29 @@ class HostStore:
         return mapped.content_hash
 
     def _in_use(self, prefix: str) -> PackedAdapter | None:
-        mapped = (one() for one in self._mapped.valuerefs())
-        return next((one for one in mapped if one is not None and one.content_hash.startswith(prefix)), None)
+        return next((one for one in self._mappings() if one.content_hash.startswith(prefix)), None)
+
+    def _mappings(self) -> Iterator[PackedAdapter]:
+        return (packed for one in self._mapped.valuerefs() if (packed := one()) is not None)
 
     def restore(self, content_hash: str) -> bool:
         """True if present; a lost file is written again from a mapping.  Raises StorageError."""
-        if content_hash in self:
+        if (path := self.path(content_hash)).exists():
+            with suppress(OSError):  # another user's
+                os.utime(path)
             return True
         packed = self._in_use(content_hash)
         if packed is None:
             return False
-        logger.warning("%s was lost, and is written again", self.path(content_hash))
+        logger.warning("%s was lost, and is written again", path)
         self.put(packed)
         return True
 
     def put(self, packed: PackedAdapter) -> bool:
         """Write the adapter; False if present, unread.  Raises StorageError."""
-        path = self.path(packed.content_hash)
-        with suppress(OSError):  # absent
-            os.utime(path)
+        if (path := self.path(packed.content_hash)).exists():
+            with suppress(OSError):  # another user's
+                os.utime(path)
             return False
         tensors = {
             f"{number}.{part}": getattr(layer, part)
@@ -171,7 +178,8 @@ class HostStore:
 
     def remove_unused(self, used: Iterable[str] = ()) -> None:
         """Delete files that no process used within a day.  used: content hashes used now."""
-        now_s, kept = time.time(), {self.path(one) for one in used}
+        mapped = (one.content_hash for one in self._mappings())
+        now_s, kept = time.time(), {*map(self.path, chain(used, self.used(), mapped))}
         self.sweep_s = now_s + _SWEEP_S
         for path in self.directory.glob(f"*{_SUFFIX}"):
             with suppress(OSError):  # removed meanwhile

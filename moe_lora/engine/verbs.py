@@ -206,6 +206,11 @@ class EngineVerbs:
         return self._core.add_adapter(packed, path, replace=replace, version=version)
 
     @verb
+    def check_next(self, name: str) -> None:
+        """Raises BusyError while the adapter's next version surely finds no slot for its pin."""
+        self._core.adapters.check_next(name)
+
+    @verb
     def unload_adapter(self, name: str, waits: bool = True) -> Steps[None]:
         """Refuse new requests for the adapter, wait for the last, and free its memory."""
         uids = self._core.remove_adapter(name)

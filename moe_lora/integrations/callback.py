@@ -12,8 +12,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from .publisher import BusyServerError, NoAnswerError, Publisher, adapter_config, adapter_tensors
 
 logger = logging.getLogger(__name__)
-BUSY_S, PAUSE_S = 300.0, 2.0
-"""Limit of the wait for a busy server, and the pause between two attempts."""
+BUSY_S = 300.0
+"""Limit of the wait for a busy server."""
 
 
 class PublishEachEpoch(TrainerCallback):
@@ -67,7 +67,7 @@ class PublishEachEpoch(TrainerCallback):
             try:
                 self.versions.append(self._publisher.publish(*self._unsent))
                 self._unsent = None
-            except BusyServerError:
+            except BusyServerError as error:
                 if time.monotonic() >= end_s:
                     raise
-                time.sleep(PAUSE_S)
+                time.sleep(error.retry_s)

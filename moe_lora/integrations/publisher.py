@@ -65,7 +65,14 @@ class NoAnswerError(AdapterError):
 
 
 class BusyServerError(NoAnswerError):
-    """The server can't serve the version yet, as while requests hold a pinned adapter's slot."""
+    """The server can't serve the version yet, as while requests hold a pinned adapter's slot.
+
+    retry_s: the server's Retry-After.
+    """
+
+    def __init__(self, message: str, retry_s: int) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
 
 
 class Publisher:
@@ -138,16 +145,19 @@ class Publisher:
             raise NoAnswerError(
                 f"no answer about {self.name!r} from {self._http.base_url}: {reason}"
             ) from error
+        kind = None
         try:
             found = answer.json()
             if answer.is_success:
                 return read(found)
-            reason = found["error"]["message"]
+            reason, kind = found["error"]["message"], found["error"].get("type")
         except (ValueError, KeyError, TypeError):
             reason = f"status {answer.status_code}: {answer.text[:300]}"
-        failed = BusyServerError if "retry-after" in answer.headers else NoAnswerError
-        kind = failed if answer.is_server_error else AdapterError
-        raise kind(f"the server at {self._http.base_url} did not accept {self.name!r}: {reason}")
+        message = f"the server at {self._http.base_url} did not accept {self.name!r}: {reason}"
+        retry_s = answer.headers.get("retry-after", "")
+        if kind == "ServiceUnavailableError" and retry_s.isdecimal():  # a proxy's 503 has another body
+            raise BusyServerError(message, int(retry_s))
+        raise (NoAnswerError if answer.is_server_error else AdapterError)(message)
 
 
 def plain(value: Any) -> Any:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import httpx
@@ -17,7 +18,13 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerControl, TrainerS
 from moe_lora.core.errors import AdapterError
 from moe_lora.integrations import callback as callback_module
 from moe_lora.integrations.callback import PublishEachEpoch
-from moe_lora.integrations.publisher import NoAnswerError, Publisher, adapter_config, adapter_tensors
+from moe_lora.integrations.publisher import (
+    BusyServerError,
+    NoAnswerError,
+    Publisher,
+    adapter_config,
+    adapter_tensors,
+)
 from tests.serve.demo_server import DEMO, demo_server
 from tests.serve.test_controls import Http
 
@@ -204,22 +211,62 @@ def test_a_refusal_ends_the_training_at_once(tmp_path: Path, monkeypatch: pytest
         callback.on_epoch_end(None, TrainerState(global_step=2), control, model=None)
 
 
+def clock_of(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The callback's clock, which pauses alone move."""
+    now_s = [0.0]
+    clock = SimpleNamespace(
+        monotonic=lambda: now_s[0], sleep=lambda pause_s: now_s.append(now_s.pop() + pause_s)
+    )
+    monkeypatch.setattr(callback_module, "time", clock)
+    return now_s
+
+
+def busy() -> httpx.Response:
+    body = {"error": {"message": "a slot is held", "type": "ServiceUnavailableError", "code": 503}}
+    return httpx.Response(503, headers={"Retry-After": "5"}, json=body)
+
+
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_busy_server_is_waited_for(is_last: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callback_module, "PAUSE_S", 0.0)
-    busy = [httpx.Response(503, headers={"Retry-After": "5"}) for _ in range(3)]
-    answers = [httpx.Response(200, json={"version": "1"}), *busy[:2]]
+    now_s = clock_of(monkeypatch)
+    answers = [httpx.Response(200, json={"version": "1"}), busy(), busy()]
     answers.append(httpx.Response(200, json={"id": "tuned", "version": 4}))
     callback, control = started(answers, tmp_path, monkeypatch), TrainerControl()
     end = callback.on_train_end if is_last else callback.on_epoch_end
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     end(args, TrainerState(global_step=1), control, model=None)
     assert callback.versions == [4]
-    monkeypatch.setattr(callback_module, "BUSY_S", 0.0)
-    answers.append(busy[2])
-    if not is_last:
-        end(args, TrainerState(global_step=2), control, model=None)
-        assert callback.versions == [4], "it goes on in the end"
+    assert now_s == [10.0], "the server's Retry-After twice"
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_server_busy_to_the_wait_s_end_is_an_error_after_the_last_epoch_alone(
+    is_last: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s = clock_of(monkeypatch)
+    answers = [httpx.Response(200, json={"version": "1"}), *(busy() for _ in range(61))]
+    callback, control = started(answers, tmp_path, monkeypatch), TrainerControl()
+    end = callback.on_train_end if is_last else callback.on_epoch_end
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(BusyServerError, match="a slot is held") if is_last else nullcontext():
+        end(args, TrainerState(global_step=1), control, model=None)
+    assert (callback.versions, answers, now_s) == ([], [], [callback_module.BUSY_S])
+    assert callback._publisher._http.is_closed == is_last
+    assert ("step 1 is not published" in caplog.text) != is_last
+
+
+def test_a_proxy_s_503_is_no_busy_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = clock_of(monkeypatch)
+    proxy = httpx.Response(503, headers={"Retry-After": "5"}, json={"error": {"message": "no backend"}})
+    own = busy()
+    del own.headers["Retry-After"]
+    for answer in (proxy, own, httpx.Response(502, headers={"Retry-After": "5"}, text="<html>")):
+        answers = [httpx.Response(200, json={"version": "1"}), answer]
+        callback, control = started(answers, tmp_path, monkeypatch), TrainerControl()
+        args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+        with pytest.raises(NoAnswerError, match=r"no backend|a slot is held|status 502"):
+            callback.on_train_end(args, TrainerState(global_step=1), control, model=None)
+        assert now_s == [0.0], "no wait"
 
 
 @pytest.mark.parametrize(

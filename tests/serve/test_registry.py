@@ -228,6 +228,21 @@ def test_damaged_adapters_are_left_out_at_the_start_unless_they_were_chosen(stoc
         started(stocked, chosen=("upper",))
 
 
+def test_an_earlier_release_s_name_stops_no_start_and_can_be_removed(stocked, monkeypatch, caplog):
+    old = "composed:old"
+    with Registry(stocked) as registry, monkeypatch.context() as earlier:
+        earlier.setattr("moe_lora.adapters.registry.registry.name_problem", lambda name: None)
+        registry.add(old, DEMO / "adapters" / "upper", base_hash=base_model_hash(MODEL))
+    with caplog.at_level(logging.ERROR):
+        assert started(stocked) == ["rot13", "upper"]
+    assert f"left out: the name {old!r} starts with" in caplog.text
+    with Registry(stocked) as registry:
+        assert [one.version for one in registry.remove(old)] == [1]
+    caplog.clear()
+    assert started(stocked) == ["rot13", "upper"]
+    assert not caplog.records
+
+
 def test_starts_that_can_not_be_are_refused(stocked, tmp_path):
     with pytest.raises(ConfigError, match="'upper' of the registry"):
         started(stocked, adapters=(("upper", "p"),))

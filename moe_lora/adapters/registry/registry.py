@@ -21,7 +21,7 @@ from moe_lora.adapters.peft.files import max_rank, read_config, target_names, we
 from moe_lora.core.errors import AdapterError, AdapterExistsError, AdapterNotFoundError, RegistryError
 from moe_lora.core.host import folder_locked
 from moe_lora.core.records import BROKEN, READY, REMOVED, RegisteredAdapter
-from moe_lora.core.request import name_problem
+from moe_lora.core.request import COMPOSED, name_problem
 from moe_lora.core.shape import rank_problem
 from moe_lora.core.wrong_files import read_header
 
@@ -378,7 +378,7 @@ class Registry:
         return next(iter(self._named(name, f"{CURRENT} AND name = ?")), None)
 
     def _named(self, name: str, condition: str) -> list[RegisteredAdapter]:
-        if name_problem(name):
+        if name_problem(name.removeprefix(COMPOSED)):  # earlier releases took such names
             return []
         return [self._from_row(row) for row in self._database.read(f"{SELECT} WHERE {condition}", (name,))]
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 STANDING = frozenset(("pause_requests", "resume_requests", "sleep", "wake_up"))
 """Verbs of `StandingOrders`."""
+UNDO_PAUSE_S = 0.5
+"""Between attempts to take a load back at a busy instance."""
 MAX_ABORTS = 8
 """Abort orders in a controller's state."""
 Answer = TypeVar("Answer")
@@ -214,6 +216,8 @@ class FleetAdapters:
                 raise AdapterExistsError(
                     f"adapter {name!r} is already loaded; unload it first or load it in place"
                 )
+            if previous is not None and previous.pinned:  # before any instance reads the content
+                await ask_live(registry, lambda client: client.call("check_next", name))
             instances, version = registry.having(None), registry.next_version(name)
             asked = [one.client for one in instances]
             if pool is None:
@@ -380,24 +384,40 @@ class FleetAdapters:
             return info
 
     async def _take_back(self, instances: list[Instance], name: str, previous: ServedVersion | None) -> None:
-        """Undo a load; after a failure the instance loses the adapter's requests."""
+        """Undo a load; after a failure the instance loses the adapter's requests.
 
-        def undo(client: EngineClient) -> Awaitable[AdapterInfo | None]:
-            if previous is None:
-                return client.call("unload_adapter", name)
-            words: Any = {"version": previous.version, "content_hash": previous.content_hash}
-            return client.call("load_adapter", name, previous.path, replace=True, **words)
+        A busy instance gets none until requests of the refused version have ended there.
+        """
+        while instances:
+            errors = await self._undo(instances, name, previous)
+            failed = {instance for instance, _ in errors}
+            for instance in instances:
+                if instance.live and instance not in failed:
+                    instance.missing.discard(name)
+                    instance.problems.pop(name, None)
+            for instance, error in errors:
+                logger.error(
+                    "instance %s can't go back to what it served as %s: %r", instance.name, name, error
+                )
+                instance.missing.add(name)
+                instance.problems[name] = reason(error)
+            instances = [one for one, error in errors if isinstance(error, BusyError) and one.live]
+            if instances:
+                await asyncio.sleep(UNDO_PAUSE_S)
 
-        if not instances:
-            return
-        if self.pool is None or previous is None:
-            _, errors = await ask(self.instance_registry, instances, [undo(one.client) for one in instances])
+    async def _undo(
+        self, instances: list[Instance], name: str, previous: ServedVersion | None
+    ) -> list[tuple[Instance, Exception]]:
+        """Return to what these instances served; returns the failures."""
+        if self.pool is not None and previous is not None:
+            return await self.pool.take_back(instances, name, previous)
+        if previous is None:
+            calls = [one.client.call("unload_adapter", name) for one in instances]
         else:
-            errors = await self.pool.take_back(instances, name, previous)
-        for instance, error in errors:
-            logger.error("instance %s can't go back to what it served as %s: %r", instance.name, name, error)
-            instance.missing.add(name)
-            instance.problems[name] = reason(error)
+            words: Any = {"version": previous.version, "content_hash": previous.content_hash}
+            load = name, previous.path
+            calls = [one.client.call("load_adapter", *load, replace=True, **words) for one in instances]
+        return (await ask(self.instance_registry, instances, calls))[1]
 
 
 def _refusal(

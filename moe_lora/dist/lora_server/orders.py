@@ -32,6 +32,7 @@ class Orders:
     ) -> None:
         self._server_store = server_store
         self._store = store
+        store.used = lambda: [one.content_hash for _, one in [*server_store.contents.values()]]
         self._need = need
         self._awaiting: dict[str, list[tuple[LoadOrder, int]]] = {}
         """Loads that lack content, with their epoch."""

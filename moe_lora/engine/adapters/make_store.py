@@ -95,7 +95,7 @@ def make_store(
         from .pool_store import PoolAdapters
 
         def read(path: str, name: str, content: str) -> PackedAdapter:
-            return contents.read(name, path, content)
+            return contents.read(name, path, content, loads=False)
 
         transport = instance_transport(config, config.instance)
         return PoolAdapters(transport, read, sizes=sizes if config.num_ranks > 1 else None, **options)

@@ -110,6 +110,14 @@ class AdapterManager:
         self.contents.serve(name, adapter.packed.content_hash)
         return adapter
 
+    def check_next(self, name: str) -> None:
+        """Raises BusyError if requests of a pinned adapter hold the slot of its next version."""
+        previous = self._current.get(name)
+        if previous is None or not previous.pinned or len(self._pinned) < self.num_slots:
+            return
+        if any(one.num_pages for one in self.versions.values() if one.name == name and not one.is_idle):
+            raise _busy(name)
+
     def current(self, name: str) -> AdapterVersion:
         """The version for new requests.  Raises AdapterNotFoundError."""
         if name not in self._current:
@@ -469,10 +477,7 @@ class AdapterManager:
             self._check_pin_beside(adapter, others)
         except CapacityError:
             self._check_pin_beside(adapter, [other for other in others if other.name != name])
-            raise BusyError(
-                f"adapter {name!r} can't be pinned yet: requests of its former version still hold a slot; "
-                "send the request again once they have ended, or unpin the adapter first"
-            ) from None
+            raise _busy(name) from None
 
     def _check_pin_beside(self, adapter: AdapterVersion, others: Sequence[AdapterVersion]) -> None:
         name, largest = adapter.name, max((other.num_pages for other in others), default=0)
@@ -491,3 +496,10 @@ class AdapterManager:
 
     def _mb(self, num_pages: int) -> str:
         return f"{num_pages * self.page_bytes / 1e6:.3f}"
+
+
+def _busy(name: str) -> BusyError:
+    return BusyError(
+        f"adapter {name!r} can't be pinned yet: requests of its former version still hold a slot; "
+        "send the request again once they have ended, or unpin the adapter first"
+    )

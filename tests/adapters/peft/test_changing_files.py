@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from tests.forked_programs import start_program
 READER = """
 import sys, torch, json
 from pathlib import Path
+from unittest.mock import Mock
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.shape import ModelShape
@@ -233,6 +235,7 @@ OPENS_AND_WRITES = """
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 import torch
 from moe_lora.adapters.host_store import HostStore
 from moe_lora.adapters.packed import PackedAdapter, PackedLayer
@@ -361,6 +364,34 @@ def test_files_that_a_server_rank_used_last_days_ago_go(tmp_path, monkeypatch):
     assert [name in store for name in "abc"] == [False, True, True]
 
 
+@pytest.mark.parametrize("use", ["mapped", "restored", "read by hash"])
+def test_a_used_file_is_new_for_every_process_s_sweep(use, adapter, shape_of, tmp_path):
+    store = HostStore(tmp_path / "store")
+    contents = AdapterContents(shape_of("mixtral"), torch.float32, store)
+    used = contents.read("a", str(adapter)).content_hash
+    mapped = store.get(used, "a") if use == "mapped" else None
+    age(store.path(used))
+    if use == "restored":
+        assert store.restore(used)
+    elif use == "read by hash":
+        contents.read("a", str(adapter), used)
+    sweeping = store if use == "mapped" else HostStore(tmp_path / "store")
+    sweeping.sweep_s = 0.0
+    sweeping.adopt("0" * 64, [b"content"])
+    assert used in store
+    assert (mapped is not None) == (use == "mapped")
+
+
+def test_another_user_s_file_is_present(adapter, shape_of, tmp_path, monkeypatch):
+    store = HostStore(tmp_path / "store")
+    packed = AdapterContents(shape_of("mixtral"), torch.float32, store).read("a", str(adapter))
+    inode = store.path(packed.content_hash).stat().st_ino
+    monkeypatch.setattr(os, "utime", Mock(side_effect=PermissionError(errno.EPERM, "not its owner")))
+    assert not store.put(packed)
+    assert store.restore(packed.content_hash)
+    assert store.path(packed.content_hash).stat().st_ino == inode
+
+
 def test_the_file_of_a_refused_load_goes_unless_a_name_uses_it(adapter, shape_of, tmp_path):
     store = HostStore(tmp_path / "store")
     contents = AdapterContents(shape_of("mixtral"), torch.float32, store)
@@ -375,3 +406,40 @@ def test_the_file_of_a_refused_load_goes_unless_a_name_uses_it(adapter, shape_of
     assert refused in store
     contents.discard(refused)
     assert [one in store for one in (used, refused)] == [True, False]
+
+
+def test_a_refused_load_leaves_the_file_to_an_equal_load_under_way(adapter, shape_of, tmp_path):
+    store = HostStore(tmp_path / "store")
+    contents = AdapterContents(shape_of("mixtral"), torch.float32, store)
+    for known in (None, contents.read("a", str(adapter)).content_hash):
+        content = contents.read("b", str(adapter), known).content_hash
+        contents.discard(content)
+        assert content in store, "the other load is under way"
+        contents.discard(content)
+        assert content not in store
+        contents.read("a", str(adapter))
+    contents.read("b", str(adapter))
+    contents.discard(content)
+    contents.serve("b", content)
+    assert content in store
+    contents.read("c", str(adapter))
+    contents.forget("b")
+    assert content in store
+    contents.discard(content)
+    assert content not in store
+
+
+def test_a_refused_load_leaves_the_file_that_another_process_wrote_after_a_loss(adapter, shape_of, tmp_path):
+    def contents() -> AdapterContents:
+        return AdapterContents(shape_of("mixtral"), torch.float32, HostStore(tmp_path / "store"))
+
+    first, other = contents(), contents()
+    used = first.read("a", str(adapter)).content_hash
+    first.serve("a", used)
+    first.store.remove(used)
+    first.read("a", str(adapter), used, loads=False)
+    first.forget("a")
+    assert used not in other.store
+    other.serve("z", other.read("z", str(adapter)).content_hash)
+    first.discard(first.read("b", str(adapter)).content_hash)
+    assert used in other.store

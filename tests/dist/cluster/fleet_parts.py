@@ -133,6 +133,10 @@ class CountingEngine:
         self.versions[name] = version or 1
         return self._info(name)
 
+    async def _check_next(self, name: str) -> None:
+        self.check()
+        self.calls.append(("check", name))
+
     async def _unload_adapter(self, name: str, waits: bool = True) -> None:
         await asyncio.sleep(0)
         self.check()

@@ -23,7 +23,8 @@ from moe_lora.core.errors import (
     EngineSilentError,
     MoveError,
 )
-from moe_lora.core.request import EngineStats, GenerateRequest, SamplingParams, TokenOutput
+from moe_lora.core.request import AdapterInfo, EngineStats, GenerateRequest, SamplingParams, TokenOutput
+from moe_lora.dist.cluster import adapter_calls
 from moe_lora.dist.cluster.adapter_calls import FleetAdapters
 from moe_lora.dist.cluster.instances import InstanceRegistry
 from moe_lora.dist.cluster.resumable_request import MAX_RESENDS
@@ -297,6 +298,49 @@ def test_a_load_that_one_instance_can_not_serve_yet_may_be_sent_again(monkeypatc
     fleet = fleet_of(CountingEngine(), busy)
     with pytest.raises(BusyError, match=r"took it back: a slot is held"):
         asyncio.run(fleet.call("load_adapter", "a", "p"))
+
+
+def test_a_pinned_adapter_is_loaded_nowhere_while_one_instance_is_busy(monkeypatch):
+    async def run() -> None:
+        first, second = (CountingEngine(adapters={"a": "p"}) for _ in range(2))
+        fleet = fleet_of(first, second)
+        await fleet.call("pin_adapter", "a", pinned=True)
+        with monkeypatch.context() as busy:
+            busy.setattr(second, "_check_next", AsyncMock(side_effect=BusyError("a slot is held")))
+            with pytest.raises(BusyError, match=r"^a slot is held"):
+                await fleet.call("load_adapter", "a", "q", replace=True)
+        assert first.adapters == second.adapters == {"a": "p"}
+        assert (await fleet.call("load_adapter", "a", "q", replace=True)).version == 2, "no number is lost"
+
+    asyncio.run(run())
+
+
+def test_a_load_is_taken_back_once_requests_of_the_refused_version_have_ended(monkeypatch):
+    monkeypatch.setattr(adapter_calls, "UNDO_PAUSE_S", 0.0)
+
+    async def run() -> None:
+        held = CountingEngine(adapters={"a": "p"})
+        picky = CountingEngine(adapters={"a": "p"}, refuse=frozenset({"bad"}))
+        fleet, load, answers = fleet_of(held, picky), held._load_adapter, [BusyError("a slot is held")] * 3
+
+        async def loaded(name: str, path: str, *words: Any, **more: Any) -> AdapterInfo:
+            if path == "p" and answers:
+                await tokens_of(fleet, ask(adapter="a"))
+                raise answers.pop()
+            return await load(name, path, *words, **more)
+
+        monkeypatch.setattr(held, "_load_adapter", loaded)
+        with pytest.raises(AdapterError, match="the others took it back"):
+            await fleet.call("load_adapter", "a", "bad", replace=True)
+        assert held.adapters == picky.adapters == {"a": "p"}
+        assert len(picky.requests) >= 2, "the busy instance gets none"
+        assert [one.missing for one in fleet.instances] == [set(), set()]
+        num_before = len(held.requests)
+        for _ in range(2):
+            await tokens_of(fleet, ask(adapter="a"))
+        assert len(held.requests) > num_before
+
+    asyncio.run(run())
 
 
 def test_load_that_one_instance_refuses_is_taken_back_by_the_others():

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -393,6 +394,19 @@ def test_damaged_content_is_asked_for_again_and_loaded(rank, file):
     asyncio.run(hear())
     until(lambda: all(ready(rank.server_store, 0, 1)))
     assert rank.needed == ["a"] * 3
+
+
+def test_a_file_in_a_slot_is_used_however_long_ago_it_was_read(rank, file):
+    rank.store.adopt("a", [file])
+    rank.hear(load_order(1))
+    until(lambda: all(ready(rank.server_store, 0, 1)))
+    for is_used in (True, False):
+        os.utime(rank.store.path("a"), (1, 1))
+        rank.store.sweep_s = 0.0
+        rank.store._mapped.clear()  # a load ends
+        rank.store.adopt("b", [file])
+        assert ("a" in rank.store) == is_used
+        rank.hear(EvictOrder(0, 1))
 
 
 @pytest.mark.parametrize("problem", ["damaged", "no room", "evicted"])

@@ -402,6 +402,24 @@ def test_pinned_adapter_s_own_requests_delay_its_new_version(settings):
     assert parts.manager.add(packed("a", num_pages=2, value=2.0), None, replace=True).pinned
 
 
+def test_the_next_version_of_a_pinned_adapter_is_checked_without_its_content():
+    parts = Parts(max_loras=1)
+    parts.manager.check_next("a")
+    old = parts.manager.add(packed("a"), None)
+    assert parts.acquire(old)
+    parts.manager.check_next("a")
+    parts.manager.pin(old)
+    with pytest.raises(BusyError, match="'a' can't be pinned yet"):
+        parts.manager.check_next("a")
+    parts.manager.release(old)
+    parts.manager.check_next("a")
+    roomy = Parts(max_loras=2)
+    old = roomy.manager.add(packed("a"), None)
+    roomy.manager.pin(old)
+    assert roomy.acquire(old)
+    roomy.manager.check_next("a")
+
+
 def test_pinned_adapter_stays_pinned_when_its_new_version_is_refused():
     parts = Parts(num_pages=5, room_pages=4)
     old = parts.manager.add(packed("a", num_pages=2), None)

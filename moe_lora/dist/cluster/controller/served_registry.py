@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from moe_lora.config.cluster import ClusterConfig
 from moe_lora.core.errors import AdapterError, ConfigError
 from moe_lora.core.records import RegisteredAdapter
+from moe_lora.core.request import name_problem
 from moe_lora.core.shape import rank_limit, rank_problem
 from moe_lora.dist.net.codec import verb
 from moe_lora.dist.net.thread import in_daemon_thread
@@ -85,6 +86,8 @@ def opened_registry(
                     "adapter given beside it; leave that one out, or choose among the registry's adapters"
                 )
             try:
+                if chosen is None and (problem := name_problem(name)):
+                    raise AdapterError(f"the name {name!r} {problem}")
                 resolved = registry.resolve(name, base_hash)
                 if chosen is not None and limit is not None and resolved.lora_rank > limit:
                     raise AdapterError(f"adapter {name!r}: {rank_problem(resolved.lora_rank, limit)}")
