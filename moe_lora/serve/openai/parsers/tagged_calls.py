@@ -186,16 +186,16 @@ def resolved(schema: Any, root: Any) -> Any:
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict):
             break
-        key, target = "$ref", _target(schema, root)
-        if target is None and isinstance(members := schema.get("allOf"), list) and len(members) == 1:
-            key, target = "allOf", members[0]
-        if not isinstance(target, dict):
+        key, found = "$ref", target(schema, root)
+        if found is None and isinstance(members := schema.get("allOf"), list) and len(members) == 1:
+            key, found = "allOf", members[0]
+        if not isinstance(found, dict):
             break
-        schema = {**target, **{name: value for name, value in schema.items() if name != key}}
+        schema = {**found, **{name: value for name, value in schema.items() if name != key}}
     return schema
 
 
-def _target(schema: dict[str, Any], root: Any) -> Any:
+def target(schema: dict[str, Any], root: Any) -> Any:
     """The target of a local `$ref`, or None."""
     pointer = schema.get("$ref")
     is_local = isinstance(pointer, str) and (pointer == "#" or pointer.startswith("#/"))
@@ -231,7 +231,7 @@ def _types(schema: Any, root: Any) -> frozenset[str]:
         elif options := _options(one):
             waiting += options
         else:
-            waiting.append(_target(one, root))
+            waiting.append(target(one, root))
     return frozenset(found)
 
 
