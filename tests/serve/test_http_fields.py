@@ -21,9 +21,8 @@ PAGE = (ROOT / "docs" / "reference" / "http.md").read_text(encoding="utf-8")
 def test_the_table_of_fields_is_the_openapi_documents(engine, tokenizer):
     table = fields_of(app_of(engine, tokenizer).openapi())
     assert f"\n{table}\n<!-- end -->" in PAGE
-    assert (
-        '| 400 in both, unless `null` or `""` | `format grammar prompt_embeds stop_regex suffix` |' in table
-    )
+    assert '| 400 in both, unless `null` or `""` | `prompt_embeds stop_regex suffix` |' in table
+    assert '| 400 in both, unless `null` or `""` or `{}` | `grammar` |' in table
 
 
 @pytest.mark.parametrize(("heading", "body"), [("Responses", ResponsesBody), ("Messages", MessagesBody)])

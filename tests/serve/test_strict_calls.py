@@ -301,6 +301,7 @@ def test_a_hidden_special_token_ends_neither_reasoning_nor_a_value():
     assert masks.after(before + HIDDEN) is None
 
 
+EITHER = {"oneOf": [{"const": "a", "title": "A"}, {"enum": ["b"]}, {"$ref": "#/$defs/either"}]}
 WORDS = {
     "type": "object",
     "properties": {
@@ -310,9 +311,11 @@ WORDS = {
         "size": {"$ref": "#/$defs/size", "description": "of a text"},
         "same": {"allOf": [{"$ref": "#/properties/size"}]},
         "free": {"anyOf": [{"$ref": "#/$defs/size"}, {"type": "null"}]},
+        "either": {"anyOf": [{"$ref": "#/$defs/size"}, {"$ref": "#/$defs/either"}], "default": "2"},
+        "any": {"oneOf": [{"$ref": "#/$defs/size"}, {"type": "string"}], "title": "Any"},
     },
     "required": ["word"],
-    "$defs": {"list": B, "size": {"type": "string", "enum": ["1.0", "2"]}},
+    "$defs": {"list": B, "size": {"type": "string", "enum": ["1.0", "2"]}, "either": EITHER},
 }
 
 
@@ -327,6 +330,8 @@ def test_texts_in_tags_are_as_they_are_and_end_once(name):
         {"word": "", "kind": "new"},
         {"word": "x", "kind": "old", "list": [1, "x"]},
         {"word": "x", "size": "1.0", "same": "2", "free": None},
+        *({"word": "x", "either": value} for value in ("2", "a", "b")),
+        {"word": "x", "any": "other"},
     ]
     for arguments in valid:
         text = call_of(name, shape, "f", arguments)
@@ -345,6 +350,7 @@ def test_texts_in_tags_are_as_they_are_and_end_once(name):
         {"word": "x", "size": "3"},
         {"word": "x", "same": "3"},
         {"word": "x", "free": "1.0"},
+        {"word": "x", "either": "c"},
         {"word": f"x{key}odd"},
     ):
         assert masks.after(call_of(name, shape, "f", arguments)) is None, arguments
@@ -355,6 +361,19 @@ def test_texts_in_tags_are_as_they_are_and_end_once(name):
     [
         ({"properties": {"a": {"type": "string", "maxLength": 3}}}, "maxLength of the text 'a'"),
         ({"properties": {"a": {"type": "string", "enum": [1]}}}, "must be texts"),
+        *(
+            ({"properties": {"a": schema, "b": B, "c": {"type": "string", "maxLength": 3}}}, words)
+            for schema, words in (
+                ({"$ref": "#/properties/c"}, "maxLength of the text 'a'"),
+                ({"$ref": "#/properties/a", "type": "string", "enum": ["a"]}, "enum of the text 'a'"),
+                ({"$ref": "#/missing", "type": "string"}, "an option of the text 'a'"),
+                ({"allOf": [{"enum": ["a"]}, {"const": "a"}]}, "allOf of the text 'a'"),
+                ({"anyOf": [{"enum": ["a"]}, {"$ref": "#/properties/c"}]}, "maxLength of the text 'a'"),
+                ({"anyOf": [{"type": "null"}], "type": "string"}, "must be texts"),
+                ({"anyOf": [], "type": "string"}, "anyOf of the text 'a'"),
+                ({"anyOf": 5, "type": "string"}, "anyOf of the text 'a'"),
+            )
+        ),
         ({"properties": {"a": {"type": "strang"}}}, "strang"),
         ({"properties": {"a": 5}}, "the schema of 'a'"),
         ({"properties": [1]}, "properties"),

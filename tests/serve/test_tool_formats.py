@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from moe_lora.config.front_end import REASONING_PARSERS, TOOL_PARSERS
-from moe_lora.serve.openai.parsers import TOOL_FORMATS, parser_class
+from moe_lora.serve.openai.parsers import TOOL_FORMATS, parser_class, tagged_calls
 from moe_lora.serve.openai.parsers.answers import ParsedChoice
 from moe_lora.serve.openai.parsers.choice import AnswerParsers
 from moe_lora.serve.openai.parsers.machine import Kind
-from moe_lora.serve.openai.parsers.tagged_calls import types_of
+from moe_lora.serve.openai.parsers.tagged_calls import STRING, types_of
 from moe_lora.serve.openai.parsers.thinking import REASONING_FORMATS
 from tests.grids import diagonal, with_quick
 
@@ -384,6 +384,25 @@ def test_options_by_reference_are_read_once_each():
     assert types_of(schema, "a") == {"string"}
 
 
+def test_a_large_schema_behind_many_references_is_read_once():
+    chain = {f"o{i}": {"$ref": f"#/$defs/o{i + 1}"} for i in range(60)}
+    chain |= {
+        "o0": {**dict.fromkeys(map(str, range(20_000)), 0), "$ref": "#/$defs/o1"},
+        "o60": {"const": "a"},
+    }
+    options = [{"$ref": "#/$defs/o0"} for _ in range(12_000)]
+    assert types_of({"properties": {"a": {"anyOf": options}}, "$defs": chain}, "a") == {"string"}
+
+
+def test_types_of_an_argument_are_read_once_per_call(monkeypatch):
+    read = []
+    monkeypatch.setattr(tagged_calls, "types_of", lambda schema, name: read.append(name) or STRING)
+    argument = "<arg_key>{}</arg_key><arg_value>1</arg_value>"
+    text = f"<tool_call>f{''.join(map(argument.format, 'abaab'))}</tool_call>"
+    AnswerParsers(tool_format="glm4", tools={"f": {}}).new().push(text)
+    assert read == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -391,6 +410,8 @@ def test_options_by_reference_are_read_once_each():
         ("{'k': True, 'n': [None, -1.5]}", {"k": True, "n": [None, -1.5]}),
         *((text, text) for text in ("['a', b]", "{'a', 'b'}", "{1: 2}", "[('a',)]", "[b'a']")),
         *((text, text) for text in ("{[1]: 'a'}", "['\0']", "[" * 900, f"[{'-' * 9000}'a']")),
+        *((text, text) for text in (r"['\ud83d']", r"{'\ud83d': 1}")),
+        (r"['\u00fc']", ["\u00fc"]),
     ],
 )
 def test_python_lists_and_objects_are_json(text, expected):

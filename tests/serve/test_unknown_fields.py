@@ -113,30 +113,84 @@ def test_a_value_that_would_change_the_answer_is_refused(unchanged, path, body, 
         assert (answer.status_code, HEADER in answer.headers) == (200, False)
 
 
+FURTHER = [
+    ("thinking_budget", 512, "thinking_token_budget"),
+    ("grammar", 'root ::= "a"', "structured_outputs.grammar"),
+    ("guided_decoding", {"choice": ["a"]}, "structured_outputs"),
+    ("response_schema", {"type": "object"}, "response_format"),
+    ("json_mode", True, "response_format"),
+    ("format", "json", "response_format"),
+    ("num_beams", 4, "use_beam_search"),
+    ("no_repeat_ngram_size", 3, ""),
+    ("typical_p", 0.5, ""),
+    ("min_length", 3, "min_tokens"),
+    ("stop_sequences", ["a"], "stop"),
+]
+"""Fields of further servers, values, and fields with their effect."""
+
+
 @ENDPOINTS
-@pytest.mark.parametrize(
-    ("name", "value", "way_out"),
-    [
-        ("enable_thinking", False, "chats have chat_template_kwargs.enable_thinking"),
-        ("thinking", {"type": "disabled"}, "chats have chat_template_kwargs.enable_thinking"),
-        ("thinking_budget", 512, "chats have thinking_token_budget"),
-        ("grammar", 'root ::= "a"', "chats have structured_outputs.grammar"),
-        ("guided_decoding", {"choice": ["a"]}, "chats have structured_outputs"),
-        ("response_schema", {"type": "object"}, "chats have response_format"),
-        ("json_mode", True, "chats have response_format"),
-        ("format", "json", "chats have response_format"),
-        ("num_beams", 4, "or send null or 1; chats have use_beam_search"),
-        ("no_repeat_ngram_size", 3, "or send null or 0"),
-        ("typical_p", 0.5, "or send null or 1"),
-        ("min_length", 3, "chats have min_tokens"),
-        ("stop_sequences", ["a"], "chats have stop"),
-    ],
-)
-def test_a_field_of_further_servers_is_refused_with_the_way_out(unchanged, path, body, name, value, way_out):
+@pytest.mark.parametrize(("name", "value", "instead"), FURTHER)
+def test_a_field_of_further_servers_is_refused_with_the_way_out(unchanged, path, body, name, value, instead):
     error = error_of(unchanged.post(path, {**body, name: value}))
     assert error["param"] == name
-    assert error["message"].startswith(f"{name} is not supported; ")
-    assert error["message"].endswith(way_out)
+    assert error["message"].startswith(f"{name} is not supported; leave it out, or send null")
+    has_it = "messages" in body or not instead.startswith("thinking")
+    end = f"; or send {instead} instead" if has_it else f"; chats have {instead}"
+    assert ("instead" in error["message"]) == (has_it and instead != "")
+    assert not instead or error["message"].endswith(end)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"messages": CHAT["messages"], "max_tokens": 1}),
+        ("/v1/responses", {"input": "hello"}),
+    ],
+)
+def test_other_interfaces_name_their_own_fields(unchanged, path, body):
+    is_message = "messages" in body
+    for name, value, instead in (
+        ("json_mode", True, "output_config.format" if is_message else "text.format"),
+        ("enable_thinking", False, "chat_template_kwargs.enable_thinking"),
+        ("grammar", 'root ::= "a"', "structured_outputs.grammar"),
+        ("thinking_budget", 5, "thinking.budget_tokens" if is_message else ""),
+    ):
+        error = unchanged.post(path, {**body, name: value}).json()["error"]
+        assert not instead or error["message"].endswith(f"; or send {instead} instead"), error
+
+
+THINKS = [({"enable_thinking": on}, on) for on in (False, True)] + [
+    ({"thinking": False}, False),
+    ({"thinking": {"type": "enabled"}}, True),
+    ({"thinking": {"type": "disabled"}}, False),
+    ({"thinking": {}}, None),
+    ({"enable_thinking": False, "reasoning_effort": "none"}, False),
+    ({"enable_thinking": True, "thinking": {"type": "enabled"}}, True),
+]
+
+
+@pytest.mark.parametrize(("fields", "thinks"), THINKS)
+def test_a_chat_that_thinks_or_not_tells_the_template(unchanged, fields, thinks):
+    own = {"chat_template_kwargs": {"enable_thinking": thinks, "x": 1}}
+    for body in ({**CHAT, **fields}, {**CHAT, **fields, **own}):
+        assert ChatRequest(**body).template_variables.get("enable_thinking") == thinks
+        answer = unchanged.post("/v1/chat/completions", body)
+        assert (answer.status_code, HEADER in answer.headers) == (200, False), answer.text
+    if thinks is not None:
+        own["chat_template_kwargs"]["enable_thinking"] = not thinks
+        error = error_of(unchanged.post("/v1/chat/completions", {**CHAT, **fields, **own}))
+        assert (error["param"] in fields, "contradicts" in error["message"]) == (True, True)
+        name = next(iter(fields))
+        error = error_of(unchanged.post("/v1/completions", {**PROMPT, name: fields[name]}))
+        assert error["message"].endswith("chats have chat_template_kwargs.enable_thinking")
+
+
+@pytest.mark.parametrize("value", [{"type": "enabled", "budget_tokens": 5}, {"type": "adaptive"}, {"a": 1}])
+def test_a_thinking_of_another_form_is_refused(unchanged, value):
+    error = error_of(unchanged.post("/v1/chat/completions", {**CHAT, "thinking": value}))
+    assert error["param"] == "thinking"
+    assert error["message"].endswith("; thinking_token_budget limits it")
 
 
 @ENDPOINTS

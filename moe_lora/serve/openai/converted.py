@@ -136,7 +136,7 @@ class ConvertedBody(ApiRequest):
         if not isinstance(data, dict):
             return data
         own = {*cls.model_fields, *SHARED}
-        data = drop_neutral(data, own, {**NEUTRAL, **cls.NEUTRAL})
+        data = drop_neutral(data, own, {**NEUTRAL, **cls.NEUTRAL}, cls.CHAT_NAMES)
         for name in list(data):
             is_foreign = name in ChatRequest.model_fields and name not in own
             if is_foreign and data.pop(name) is not None:

@@ -11,6 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
@@ -41,8 +42,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
             *("audio", "custom_logit_processor", "enable_thinking", "guided_decoding_backend"),
             *("guided_whitespace_pattern", "input_embeds", "input_ids", "max_dynamic_patch"),
             *("max_new_tokens", "max_output_tokens", "min_dynamic_patch", "min_new_tokens", "prediction"),
-            *("repetition_detection", "rid", "sampling_params", "structural_tag", "task", "thinking"),
-            *("thinking_budget", "web_search_options"),
+            *("repetition_detection", "rid", "sampling_params", "structural_tag", "task"),
+            "web_search_options",
         ),
         (None,),
     ),
@@ -68,9 +69,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
         ("include_reasoning", "skip_special_tokens", "spaces_between_special_tokens", "stream_reasoning"),
         (None, True),
     ),
-    **dict.fromkeys(
-        ("chat_template", "format", "grammar", "prompt_embeds", "stop_regex", "suffix"), (None, "")
-    ),
+    **dict.fromkeys(("chat_template", "prompt_embeds", "stop_regex", "suffix"), (None, "")),
     **dict.fromkeys(
         (
             *("documents", "functions", "logits_processors", "models", "stop_sequences"),
@@ -82,15 +81,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
         (
             *("custom_params", "ec_transfer_params", "extra_body", "guided_decoding", "images_config"),
             *("kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "reasoning"),
-            *("response_schema", "session_params", "vllm_xargs"),
+            *("response_schema", "session_params", "thinking", "vllm_xargs"),
         ),
         (None, {}),
     ),
     **dict.fromkeys(("function_call", "tool_choice"), (None, "none", "auto")),
+    "format": (None, "", {}, "text"),
+    "grammar": (None, "", {}),
     "modalities": (None, ["text"]),
     "reasoning_effort": (None, "none"),
     "service_tier": (None, "auto", "default"),
-    "thinking_token_budget": (None, -1),
+    **dict.fromkeys(("thinking_budget", "thinking_token_budget"), (None, -1)),
     "verbosity": (None, "medium"),
 }
 """Other servers' fields with an effect, and neutral values."""
@@ -114,9 +115,15 @@ NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
 
 
 def drop_neutral(
-    data: dict[str, Any], own: Collection[str], neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL
+    data: dict[str, Any],
+    own: Collection[str],
+    neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL,
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Returns a body without foreign fields.  Raises FieldError for a value with an effect."""
+    """Returns a body without foreign fields.  names: field of chats -> field of the body.
+
+    Raises FieldError for a value with an effect.
+    """
     if data.get(LORA_PATH) is not None and LORA_PATH not in own:
         data = _with_adapter(data)
     kept = {}
@@ -130,8 +137,12 @@ def drop_neutral(
         elif name in neutral:
             if not _is_neutral(value, neutral[name]):
                 choices = " or ".join(json.dumps(allowed) for allowed in neutral[name])
-                here = f"; chats have {INSTEAD[name]}" if name in INSTEAD else ""
-                raise FieldError(name, f"{name} is not supported; leave it out, or send {choices}{here}")
+                in_chats = INSTEAD.get(name, "")
+                here = names.get(in_chats, in_chats)
+                way_out = f"; chats have {in_chats}" if in_chats else ""
+                if here.split(".")[0] in own:
+                    way_out = f"; or send {here} instead"
+                raise FieldError(name, f"{name} is not supported; leave it out, or send {choices}{way_out}")
         elif name not in IGNORED and name != LORA_PATH:
             kept[name] = value
     return kept

@@ -154,6 +154,7 @@ MAX_TERMS, MAX_WEIGHT = 8, 1e4
 NO_SEED = -1
 """"No seed" in clients of several servers."""
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_THINKING = {"type": "enabled"}, {"type": "disabled"}
 _TEMPLATE_FIELDS = ("documents", "reasoning_effort", "tools")
 Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
 
@@ -441,6 +442,8 @@ class ChatRequest(SamplingFields):
     stream_reasoning: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
     @property
@@ -467,6 +470,25 @@ class ChatRequest(SamplingFields):
         given = {name: value for name in fields if (value := getattr(self, name)) is not None}
         thinks = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
         return {**thinks, **(self.chat_template_kwargs or {}), **given}
+
+    @model_validator(mode="after")
+    def _read_thinking(self) -> Self:
+        """Sets enable_thinking in chat_template_kwargs."""
+        for name in ("enable_thinking", "thinking"):
+            value = getattr(self, name)
+            if value in (None, {}):
+                continue
+            if isinstance(value, dict):
+                if value not in _THINKING:
+                    what = 'thinking must be {"type": "enabled"} or {"type": "disabled"}'
+                    raise FieldError(name, f"{what}; thinking_token_budget limits it")
+                value = value == _THINKING[0]
+            variables = self.chat_template_kwargs or {}
+            if variables.get("enable_thinking") not in (None, value):
+                what = f"{name} contradicts enable_thinking; send one of them, or the same in both"
+                raise FieldError(name, what)
+            self.chat_template_kwargs = {**variables, "enable_thinking": value}
+        return self
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:

@@ -47,6 +47,7 @@ class TaggedCalls(Parser):
         self._schema: Any = None
         self._separator = ""
         self._types = STRING
+        self._known: dict[str, frozenset[str]] = {}
         self._held: list[str] = []
         """Pieces of a value, and their length."""
         self._num_held = 0
@@ -61,7 +62,7 @@ class TaggedCalls(Parser):
             self._reject()
             return True
         self._consume(found.end())
-        self._schema, self._separator = self._tools.get(found[1]), ""
+        self._schema, self._separator, self._known = self._tools.get(found[1]), "", {}
         self._start_call(found[1])
         self._emit("arguments", "{")
         self._state = self._argument
@@ -73,7 +74,9 @@ class TaggedCalls(Parser):
         found = None if gap > MAX_GAP_CHARS else self.ARGUMENT.match(self._rest, 0, MAX_HEADER_CHARS)
         if found is not None:
             self._consume(found.end())
-            self._types = types_of(self._schema, found[1])
+            if found[1] not in self._known:
+                self._known[found[1]] = types_of(self._schema, found[1])
+            self._types = self._known[found[1]]
             self._emit("arguments", f"{self._separator}{json.dumps(found[1], ensure_ascii=False)}: ")
             self._separator, self._state = ", ", self._value
             return True
@@ -183,15 +186,20 @@ def resolved(schema: Any, root: Any) -> Any:
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict):
             break
-        key, target = "$ref", None
-        if isinstance(pointer := schema.get(key), str) and (pointer == "#" or pointer.startswith("#/")):
-            target = at_pointer(root, unquote(pointer[1:]))
-        elif isinstance(members := schema.get("allOf"), list) and len(members) == 1:
-            key, target = "allOf", members[0]
-        if not isinstance(target, dict):
+        key, found = "$ref", target(schema, root)
+        if found is None and isinstance(members := schema.get("allOf"), list) and len(members) == 1:
+            key, found = "allOf", members[0]
+        if not isinstance(found, dict):
             break
-        schema = {**target, **{name: value for name, value in schema.items() if name != key}}
+        schema = {**found, **{name: value for name, value in schema.items() if name != key}}
     return schema
+
+
+def target(schema: dict[str, Any], root: Any) -> Any:
+    """The target of a local `$ref`, or None."""
+    pointer = schema.get("$ref")
+    is_local = isinstance(pointer, str) and (pointer == "#" or pointer.startswith("#/"))
+    return at_pointer(root, unquote(pointer[1:])) if is_local else None
 
 
 def at_pointer(schema: Any, pointer: str) -> Any:
@@ -209,11 +217,10 @@ def _types(schema: Any, root: Any) -> frozenset[str]:
     found: set[str] = set()
     seen: set[int] = set()
     waiting = [schema]
-    for given in waiting:  # a schema may be an option of itself
-        if id(given) in seen:
+    for one in waiting:  # a schema may be an option of itself
+        if id(one) in seen:
             continue
-        seen.add(id(given))
-        one = resolved(given, root)
+        seen.add(id(one))
         if not isinstance(one, dict):
             return ANY
         stated, values = one.get("type"), [one["const"]] if "const" in one else one.get("enum")
@@ -224,7 +231,7 @@ def _types(schema: Any, root: Any) -> frozenset[str]:
         elif options := _options(one):
             waiting += options
         else:
-            return ANY
+            waiting.append(target(one, root))
     return frozenset(found)
 
 
@@ -267,7 +274,8 @@ def _python_literal(text: str, types: frozenset[str]) -> Any:
         return None
     try:
         value = ast.literal_eval(text)
-        is_json = json.loads(json.dumps(value, allow_nan=False)) == value
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+        is_json = json.loads(text.encode()) == value
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
     return value if is_json and _type_of(value) in types else None

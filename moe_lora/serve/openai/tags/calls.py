@@ -10,12 +10,13 @@ from typing import Any
 from ..parsers import parser_class
 from ..parsers.choice import HARMONY, AnswerParsers
 from ..parsers.harmony import MESSAGE
-from ..parsers.tagged_calls import STRING, resolved, types_of
+from ..parsers.tagged_calls import STRING, target, types_of
 from ..parsers.thinking import REASONING_FORMATS
 from .rules import Tag, TagRules
 
 _INDEX = "INDEX"
 _NOTES = {"type", "title", "description", "default", "examples", "enum", "const"}
+_FORMS = ("$ref", "allOf", "anyOf", "oneOf")
 _DEFINITIONS = ("$defs", "definitions")
 _ROOT = {
     *("type", "properties", "required", "additionalProperties", "title", "description", "$schema"),
@@ -148,15 +149,41 @@ def _value(kind: Any, schema: Mapping[str, Any], name: str, given: Any, rules: T
         shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
         inner = given if isinstance(given, bool) else {**given, **shared}
         return f"{rules.within('json', inner)} {end}"
-    given = resolved(given, schema)
-    if more := given.keys() - _NOTES:
-        raise ValueError(f"{min(more)} of the text {name!r} has no effect in tags; leave it out, or strict")
-    values = [given["const"]] if "const" in given else given.get("enum")
+    values = _texts(given, schema, name)
     if values is None:
         return _any_text(kind, rules)
-    if not isinstance(values, list) or not values or not all(isinstance(one, str) for one in values):
-        raise ValueError(f"the values of the text {name!r} must be texts")
     return f"({' | '.join(rules.literal(one) or json.dumps('') for one in values)}) {end}"
+
+
+def _texts(given: Any, schema: Mapping[str, Any], name: str) -> list[str] | None:
+    """The values of a text and its options, or None for any.  Raises ValueError for a further keyword."""
+    found: dict[str, None] = {}
+    is_any, seen, waiting = False, set[int](), [given]
+    for one in waiting:  # a schema may be an option of itself
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        keys = one.keys() if isinstance(one, dict) else {"an option"}
+        form = next((key for key in _FORMS if key in keys), "")
+        more = keys - ({form, *_NOTES} - {"enum", "const"} if form else _NOTES)
+        options = [target(one, schema)] if form == "$ref" else one[form] if form else []
+        if form and (not isinstance(options, list) or not options or (options[1:] and form == "allOf")):
+            more = {form}
+        if more:
+            raise ValueError(
+                f"{min(more)} of the text {name!r} has no effect in tags; leave it out, or strict"
+            )
+        values = [one["const"]] if "const" in one else one.get("enum")
+        if one.get("type", "string") not in ("string", ["string"]):
+            values = []
+        if form or values is None:
+            waiting += options
+            is_any = is_any or not form
+        elif isinstance(values, list) and values and all(isinstance(text, str) for text in values):
+            found.update(dict.fromkeys(values))
+        else:
+            raise ValueError(f"the values of the text {name!r} must be texts")
+    return None if is_any else list(found) or None
 
 
 def _any_text(kind: Any, rules: TagRules) -> str:
