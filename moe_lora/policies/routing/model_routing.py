@@ -358,7 +358,7 @@ class ShortestPendingTime(_ByColumns):
 
     def choose(self, request: RoutedView, instances: Sequence[Instance]) -> Instance:
         pending_s = self.pending_s(request, instances)
-        chosen = instances[pending_s.argmin()]
+        chosen = instances[int(pending_s.argmin())]
         if self._has_room(request.adapter, chosen):
             return chosen
         positions = self._with_room(request.adapter, instances)

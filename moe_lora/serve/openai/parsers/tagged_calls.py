@@ -197,7 +197,7 @@ def resolved(schema: Any, root: Any) -> Any:
 
 def target(schema: dict[str, Any], root: Any) -> Any:
     """The target of a local `$ref`, or None."""
-    pointer = schema.get("$ref")
+    pointer: Any = schema.get("$ref")
     is_local = isinstance(pointer, str) and (pointer == "#" or pointer.startswith("#/"))
     return at_pointer(root, unquote(pointer[1:])) if is_local else None
 
