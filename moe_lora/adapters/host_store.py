@@ -74,8 +74,7 @@ class HostStore:
     def restore(self, content_hash: str) -> bool:
         """True if present; a lost file is written again from a mapping.  Raises StorageError."""
         if (path := self.path(content_hash)).exists():
-            with suppress(OSError):  # another user's
-                os.utime(path)
+            _touch(path)
             return True
         packed = self._in_use(content_hash)
         if packed is None:
@@ -87,8 +86,7 @@ class HostStore:
     def put(self, packed: PackedAdapter) -> bool:
         """Write the adapter; False if present, unread.  Raises StorageError."""
         if (path := self.path(packed.content_hash)).exists():
-            with suppress(OSError):  # another user's
-                os.utime(path)
+            _touch(path)
             return False
         tensors = {
             f"{number}.{part}": getattr(layer, part)
@@ -146,8 +144,7 @@ class HostStore:
         Raises AdapterError; StorageError if the process can't map it now.
         """
         path = self.path(content_hash)
-        with suppress(OSError):  # absent
-            os.utime(path)
+        _touch(path)
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata()
@@ -184,9 +181,14 @@ class HostStore:
         for path in self.directory.glob(f"*{_SUFFIX}"):
             with suppress(OSError):  # removed meanwhile
                 if path in kept:
-                    os.utime(path)
+                    _touch(path)
                 elif path.stat().st_mtime < now_s - _KEPT_S:
                     path.unlink()
+
+
+def _touch(path: Path) -> None:
+    with suppress(OSError):  # another user's
+        os.utime(path)
 
 
 _TABLE, _SCALE = torch.int64, torch.float32

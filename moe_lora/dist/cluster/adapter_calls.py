@@ -396,9 +396,9 @@ class FleetAdapters:
                     instance.missing.discard(name)
                     instance.problems.pop(name, None)
             for instance, error in errors:
-                logger.error(
-                    "instance %s can't go back to what it served as %s: %r", instance.name, name, error
-                )
+                if instance.problems.get(name) != reason(error):  # logged once
+                    what = "instance %s can't go back to what it served as %s: %r"
+                    logger.error(what, instance.name, name, error)
                 instance.missing.add(name)
                 instance.problems[name] = reason(error)
             instances = [one for one, error in errors if isinstance(error, BusyError) and one.live]

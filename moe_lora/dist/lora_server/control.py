@@ -7,8 +7,8 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -129,9 +129,16 @@ async def ask(
     address: str, keys: Keys | None, hello: Hello, timeout_s: float, method: str, *args: Any
 ) -> Any:
     """One call over a new connection.  Raises as `join`, `called`."""
+    async with joined(address, keys, hello, timeout_s) as peer:
+        return await called(peer, method, *args)
+
+
+@asynccontextmanager
+async def joined(address: str, keys: Keys | None, hello: Hello, timeout_s: float) -> AsyncIterator[Peer]:
+    """As `join`, ended at exit."""
     peer = await join(address, keys, hello, timeout_s)
     try:
-        return await called(peer, method, *args)
+        yield peer
     finally:
         peer.end()
 

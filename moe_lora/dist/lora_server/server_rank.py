@@ -35,6 +35,7 @@ from .control import (
     called,
     find_rank,
     join,
+    joined,
     network,
 )
 from .data_loop import DataLoop, HostCompute, ServerSession
@@ -239,9 +240,8 @@ class ServerRank:
         address = self._server.address
         memory, own_host = network().run(_meet(address, self._keys, self._hello))
         self._build(memory)
-        own = Address("::" if ":" in own_host else "0.0.0.0")
-        if not own_host:
-            own = Address(path=f"{address}.{self._server_rank}")
+        unix = Address(path=f"{address}.{self._server_rank}")
+        own = Address("::" if ":" in own_host else "0.0.0.0") if own_host else unix
         self._listen(own, {})
         self._leader: Peer | None = None
         self._orders = Orders(self.loop.server_store, self._store, self._need)
@@ -348,13 +348,10 @@ class ServerRank:
 
 
 async def _meet(address: str, keys: Keys | None, hello: Hello) -> tuple[Memory, str]:
-    """The leader's memory, and this host's address on the way: other ranks find this host by its family."""
-    leader = await join(address, keys, hello, _LEADER_TIMEOUT_S)
-    try:
+    """The leader's memory, and this end's address: other ranks dial its family."""
+    async with joined(address, keys, hello, _LEADER_TIMEOUT_S) as leader:
         memory, _ = await called(leader, "memory")
         return memory, leader.own_host
-    finally:
-        leader.end()
 
 
 def _tell_links(leader: Peer, clients: tuple[str, ...]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -75,8 +76,8 @@ class _Work:
     facts: tuple[float, ...] = ()
 
 
-class _ByColumns:
-    """Keeps facts of instances in columns; a choice first recounts those of changed loads."""
+class _ByColumns(ABC):
+    """Facts of instances in columns; a choice first recounts changed loads."""
 
     def __init__(self, model: CostModel, ranks: Mapping[str, int], max_loras: int | None) -> None:
         self._model = model
@@ -89,9 +90,9 @@ class _ByColumns:
         self._columns = np.zeros((0, 0))
         """Of `_instances`, the latest, at `_changes` of `_loads`."""
 
+    @abstractmethod
     def _facts(self, work: _Work) -> tuple[float, ...]:
         """A column."""
-        raise NotImplementedError
 
     def _read(self, instances: Sequence[InstanceView]) -> _Floats:
         """The facts of these instances."""
