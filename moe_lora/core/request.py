@@ -115,6 +115,8 @@ class ThinkingLimit:
             found = index(self.num_tokens), token_ids(self.opening), token_ids(self.closing)
         except TypeError as error:
             raise ValueError(f"{self!r} is not allowed; give a whole number and twice token ids") from error
+        if found[0] < 0 or not found[2]:
+            raise ValueError(f"{self!r} is not allowed; give num_tokens from 0 on and tokens of closing")
         for name, value in zip(("num_tokens", "opening", "closing"), found, strict=True):
             object.__setattr__(self, name, value)
 
@@ -263,6 +265,7 @@ class SamplingParams:
     def edited_ids(self) -> list[tuple[str, Iterable[int]]]:
         """Token ids of the edits, by field."""
         return [
+            ("thinking", self.thinking.closing if self.thinking else ()),
             ("logit_bias", self.logit_bias or ()),
             ("allowed_token_ids", self.allowed_token_ids or ()),
             ("bad_words", chain.from_iterable(self.bad_word_ids)),

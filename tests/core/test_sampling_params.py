@@ -100,7 +100,8 @@ def test_other_forms_are_refused_by_name(name, given):
 def test_lists_in_a_limit_of_the_reasoning_become_tuples():
     limit = ThinkingLimit(np.int64(1), [40], torch.tensor([5, 6]))
     assert limit == ThinkingLimit(1, (40,), (5, 6))
-    for wrong in ((1, (), "56"), (1, 5, ()), (1.5, (), ()), (1, [True], ())):
+    given = (1, (), "56"), (1, 5, (2,)), (1.5, (), (2,)), (1, [True], (2,)), (-1, (), (2,)), (1, (3,), ())
+    for wrong in given:
         with pytest.raises(ValueError, match=r"^ThinkingLimit\(.* is not allowed"):
             ThinkingLimit(*wrong)
 

@@ -246,6 +246,9 @@ def _log_vocabulary(num_tokens: int, vocab_size: object) -> None:
 class IncrementalDetokenizer:
     """push(t1) + push(t2) + ... + flush() == decode([t1, t2, ...]), never splitting a character.
 
+    Byte fallback decodes an incomplete character at the end, and the bytes before it, as replacements; here
+    complete ones stay.
+
     A token's text can depend on the left neighbour, so a window of the last tokens is decoded.
     prompt_token_ids: keep the first token's leading space, which decoders strip at a text's start.
     """
@@ -254,9 +257,9 @@ class IncrementalDetokenizer:
         self._decode = tokenizer.decode
         self._special_ids = tokenizer.special_ids
         self._window = [t for t in prompt_token_ids[-CONTEXT_TOKENS:] if t not in self._special_ids]
-        self._given = self._decode(self._window)
-        if self._given.endswith(REPLACEMENT):
-            self._window, self._given = [], ""
+        while (given := self._decode(self._window)).endswith(REPLACEMENT):
+            del self._window[0]  # it may be inside a character
+        self._given = given
         self._num_given = len(self._window)
 
     def push(self, token_id: int) -> str:

@@ -89,3 +89,8 @@ def test_a_grammar_that_excludes_the_mark_is_the_client_s_error(core):  # noqa: 
         outputs += core.step()
     assert outputs[-1].finish_reason == "error"
     assert "exclude every token" in outputs[-1].error
+
+
+def test_a_closing_mark_outside_the_vocabulary_is_refused_by_name(core):  # noqa: F811
+    with pytest.raises(ValueError, match=r"^thinking has token id 9999, outside the vocabulary of"):
+        answer(core, thinking=ThinkingLimit(2, (), (9999,)))

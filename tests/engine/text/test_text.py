@@ -50,6 +50,17 @@ def test_text_after_a_prompt_goes_on_where_the_prompt_stops(prompt, text):
     assert "".join(stream(BYTE_LEVEL, token_ids, prompt_ids)) == text
 
 
+@pytest.mark.parametrize("prompt", ["a 😀", "a 😀😀", "a 👩‍👧", "😀" * 9])
+def test_the_first_space_stays_after_a_prompt_of_byte_tokens(prompt):
+    the = BYTE_FALLBACK.encode("\u2581the")
+    assert "".join(stream(BYTE_FALLBACK, the, BYTE_FALLBACK.encode(prompt))) == " the"
+
+
+def test_a_prompt_of_half_a_character_gives_no_context():
+    half = BYTE_FALLBACK.encode("😀")[:2]
+    assert "".join(stream(BYTE_FALLBACK, BYTE_FALLBACK.encode("ab"), half)) == "ab"
+
+
 def test_a_character_of_several_tokens_comes_whole():
     token_ids = BYTE_LEVEL.encode("🙃")
     assert len(token_ids) > 1
