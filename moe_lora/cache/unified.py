@@ -79,7 +79,7 @@ class UnifiedCache:
         self._mover = NodeMover(self._tree, Tier(num_device_pages), Tier(num_host_pages))
         self._ranking = Ranking(self._mover, policy, max_adapters)
         self._room = Room(self._ranking, max_kv_pages, max_adapters)
-        self.max_adapters = self._room.max_adapters
+        self.max_adapters, self.max_adapter_pages = self._room.max_adapters, self._room.max_adapter_pages
         self._swapper = Swapper(self._room, upper=upper, lower=lower)
         self._sharing = prefix_caching
         self._salts: OrderedDict[str, int] = OrderedDict()
@@ -125,7 +125,7 @@ class UnifiedCache:
         """
         if namespace in self._tree.adapters:
             raise ValueError(f"namespace {namespace!r} is known; give a new version a new uid")
-        num_pages, limit = sum(layer_pages), self._room.max_adapter_pages
+        num_pages, limit = sum(layer_pages), self.max_adapter_pages
         if num_pages > limit:
             raise CapacityError(
                 f"the adapter needs {num_pages} pages, the device keeps at most {limit} for adapters; raise "

@@ -186,7 +186,7 @@ class _Build:
             self._sizes,
             self._contents,
             clock,
-            num_pages=size.num_pages - size.request_pages,
+            num_pages=min(size.num_pages - size.request_pages, cache.max_adapter_pages),
             host_loads=None if store.host is None else rank.host.loads(config.max_num_batched_tokens),
         )
         if self._events is not None:

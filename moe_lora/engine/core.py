@@ -361,6 +361,8 @@ class EngineCore:
         self.stalled = False
         self._num_empty += 1
         if self._num_empty < NUM_TRIES:
+            if self._merging is not None and self._num_empty == NUM_TRIES - 1:
+                self._merging.give_up()
             return []
         self._num_empty = 0
         problem = (

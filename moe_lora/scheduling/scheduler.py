@@ -108,7 +108,7 @@ class Scheduler(Generic[Sequence]):
     @property
     def oldest(self) -> Sequence | None:
         """The first in line: if it can never continue, none can."""
-        return next(chain(self.running, self.loading, self.waiting), None)
+        return next(chain(self.running, self.loading, self.waiting.order(self.waiting)), None)
 
     def add(self, sequence: Sequence) -> None:
         if sequence.priority >= BACKGROUND or (self.background is not None and self.background.runs):

@@ -34,6 +34,7 @@ from moe_lora.engine import build
 from moe_lora.engine.core import EngineCore
 from moe_lora.engine.ranks.follower import follow
 from moe_lora.engine.ranks.followers import Followers
+from tests.patient_links import links_have_time
 
 from .compared_backend import ComparedBackend, Tally, read_tally
 from .covering import Row
@@ -91,7 +92,7 @@ def served_tokens(model: ServedModel, row: Row, *, eager: bool = True, **changes
 
     row: a value of each of `combinations.FACTORS`.  eager: without compiled layers.  changes: of `settings`.
     """
-    with ExitStack() as stack:
+    with links_have_time(), ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="moe_lora-"))
         server = LoraServerConfig(
             layout=row["layout"],
@@ -219,4 +220,5 @@ def forked(target: Callable[[Connection], None]) -> Iterator[Connection]:
 
 def _run(target: Callable[[Connection], None], connection: Connection, log_level: int) -> None:
     logging.getLogger("moe_lora").setLevel(log_level)
-    target(connection)
+    with links_have_time():
+        target(connection)

@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from moe_lora import LLM, SamplingParams
+from moe_lora.config import EngineConfig
+from moe_lora.core.errors import ConfigError
+from moe_lora.core.request import GenerateRequest
 from moe_lora.core.wrong_files import read_config
 from moe_lora.engine.activated import invocation_start
+from moe_lora.engine.build import build_engine
 from moe_lora.families import shape_of
 from tests.adapters.peft.test_outer_sites import outer_adapter
 from tests.dist.lora_server.cluster import Cluster
@@ -142,3 +148,34 @@ def test_pages_before_the_invocation_are_the_bases(made):
     with LLM(base, **settings) as llm:
         [expected] = llm.generate([prompt], [None], scored)
     assert (of_base.token_ids, of_base.logprobs) == (expected.token_ids, expected.logprobs)
+
+
+def test_a_snapshot_found_whole_is_free_after_the_first_step(made):
+    base, adapters = made("qwen3_next")
+    settings = {
+        "adapters": (("activated", str(adapters["activated"])),),
+        "dtype": "float32",
+        "eager": True,
+        "block_size": 4,
+        "max_model_len": 96,
+    }
+    with pytest.raises(ConfigError, match="at least") as refusal:
+        build_engine(EngineConfig(model_dir=str(base), **settings, arena_mb=1e-2))
+    least = float(re.findall(r"at least ([0-9.]+)", str(refusal.value))[0])
+    core = build_engine(EngineConfig(model_dir=str(base), **settings, arena_mb=least))
+    prompt, ends = (*BEFORE[:8], *INVOCATION), {}
+    try:
+        for num_tokens in (3, 86):
+            sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+            name = str(num_tokens)
+            core.add_request(
+                GenerateRequest(
+                    request_id=name, prompt_token_ids=prompt, adapter="activated", sampling=sampling
+                )
+            )
+            while core.has_work:
+                for output in core.step():
+                    ends[name] = output.finish_reason
+    finally:
+        core.close()
+    assert ends == {"3": "length", "86": "length"}

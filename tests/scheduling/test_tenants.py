@@ -150,3 +150,11 @@ def test_as_many_give_way_as_lately_made_room():
     assert {"b0", "b1"} <= started
     assert num_ended > 20
     assert 4 < parts.scheduler.num_preemptions <= 4 + num_ended, "four at first, then one at a time"
+
+
+def test_the_first_to_start_is_the_first_in_line():
+    """If it can never start, the others' requests aren't refused in its place."""
+    parts = Parts()
+    parts.add("usual", range(4))
+    urgent = parts.add("urgent", range(4), priority=-1)
+    assert parts.scheduler.oldest is urgent

@@ -133,6 +133,10 @@ class Merging:
         if carried is not None and (carried.retired or self._is_off) and not carried.num_running:
             self._move(None, at_once=True)
 
+    def give_up(self) -> None:
+        """Unmerge at once: the merged adapter's pages are wanted."""
+        self._move(None, at_once=True)
+
     def took(self, plan: Iterable[Scheduled[Sequence]]) -> None:
         """After a step: count, inform the policy, and exclude other requests' KV from the prefix cache."""
         items = list(plan)

@@ -188,7 +188,7 @@ class StateCache(UnifiedCache):
         """As `UnifiedCache.publish`, with the step's snapshots."""
         super().publish(table, tokens, num_computed, now_s)
         assert isinstance(table, StateTable)
-        if num_computed > table.num_matched:
+        if table.is_read or num_computed > table.num_matched:
             self._unpin_snapshot(table)
         for at in sorted(table.kept):
             if table.num_done < at <= num_computed and self._keep(table, at, table.kept[at], now_s):

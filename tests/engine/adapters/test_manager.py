@@ -25,6 +25,8 @@ from moe_lora.core.errors import (
 from moe_lora.core.request import COMPOSED
 from moe_lora.engine.adapters.adapter_store import AdapterStore, AdapterVersion, Failure
 from moe_lora.engine.build import build_engine
+from moe_lora.policies.caching.caching import make_caching_policy
+from moe_lora.timing.host_times import CacheCosts
 from tests.engine.parts import PAGE_BYTES, Parts, packed
 from tests.patience import PATIENCE_S
 
@@ -369,6 +371,35 @@ def test_a_refused_load_leaves_no_content_of_the_instance(tmp_path, monkeypatch)
         with pytest.raises(CapacityError, match="pinned ones take all"):
             load("rot13")
         assert len([*state.iterdir()]) == 1
+    finally:
+        client.shut_down()
+
+
+def test_pins_count_the_adapters_part_of_a_divided_arena():
+    """`cache_policy="static"`: KV never gives its part to adapters."""
+    adapters = tuple((path.name, str(path)) for path in sorted((DEMO / "adapters").glob("*-r2")))[:3]
+    settings = {
+        "model_dir": str(DEMO / "model"),
+        "adapters": adapters,
+        "eager": True,
+        "num_threads": 1,
+        "max_model_len": 64,
+        "cache_policy": "static",
+    }
+    client = InProcessClient(build_engine(EngineConfig(**settings, arena_mb=64.0)))
+    try:
+        manager = client.core.adapters
+        share = make_caching_policy("static", CacheCosts(page_bytes=1)).traits.adapter_share
+        num_pages = max(manager.current(name).num_pages for name, _ in adapters)
+        arena_mb = 2.5 * num_pages / share * manager.page_bytes / 1e6
+    finally:
+        client.shut_down()
+    client = InProcessClient(build_engine(EngineConfig(**settings, arena_mb=arena_mb)))
+    try:
+        first, second, _ = (name for name, _ in adapters)
+        client.start_call("pin_adapter", first, True).result(PATIENCE_S)
+        with pytest.raises(CapacityError, match="leave no room for a request"):
+            client.start_call("pin_adapter", second, True).result(PATIENCE_S)
     finally:
         client.shut_down()
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import time
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 
 import pytest
 
@@ -674,3 +676,57 @@ def test_weights_that_were_not_restored_are_noticed(served, monkeypatch):  # noq
         monkeypatch.setattr(WeightMerge, "take_out", forget_one)
         with pytest.raises(EngineDeadError, match="not what they were"):
             llm.unload_adapter(model.adapters[0].name)
+
+
+class KeepsTheFirst:
+    """Merges the first adapter that came, and keeps what is merged."""
+
+    def __init__(self) -> None:
+        self.uid, self.was_merged = None, False
+
+    def decide(self, view):
+        if self.uid is None:
+            self.uid = next(
+                (one.adapter_uid for one in view.requests if view.eligible(one.adapter_uid)), None
+            )
+        self.was_merged |= view.merged is not None
+        return Batching(view.merged if self.was_merged else self.uid)
+
+    def took(self, batching, mode, num_rows, seconds, swap_s=0.0):
+        pass
+
+    def forget(self, uid):
+        pass
+
+
+def test_a_merged_adapter_leaves_before_an_answer_lacks_its_pages(served, monkeypatch):  # noqa: F811
+    """The start promises room for one longest request with its adapter."""
+    model = served("mixtral")
+    use(monkeypatch, KeepsTheFirst())
+    settings = {
+        "model_dir": str(model.model_dir),
+        "adapters": tuple((path.name, str(path)) for path in model.adapters[:2]),
+        "dtype": "float32",
+        "eager": True,
+        "batching": "merged",
+        "max_loras": 4,
+        "block_size": 4,
+        "max_model_len": 96,
+    }
+    with pytest.raises(ConfigError, match="at least") as refusal:
+        build.build_engine(EngineConfig(**settings, arena_mb=1e-3))
+    least = float(re.findall(r"at least ([0-9.]+)", str(refusal.value))[0])
+    core = build.build_engine(EngineConfig(**settings, arena_mb=least))
+    reasons: dict[str, str | None] = {}
+    try:
+        for (name, _), num_tokens in zip(settings["adapters"], (12, 90), strict=True):
+            sampling = replace(GREEDY, max_tokens=num_tokens)
+            core.add_request(
+                GenerateRequest(request_id=name, prompt_token_ids=(5, 6, 7), adapter=name, sampling=sampling)
+            )
+            while core.has_work:
+                reasons.update((output.request_id, output.finish_reason) for output in core.step())
+    finally:
+        core.close()
+    assert core._merging._policy.was_merged
+    assert reasons == dict.fromkeys((name for name, _ in settings["adapters"]), "length")
