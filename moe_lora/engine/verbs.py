@@ -233,6 +233,19 @@ class EngineVerbs:
         return self._core.adapters.preload(names)
 
     @verb
+    def used_adapters(self) -> list[str]:
+        """Adapters of requests; most requests first."""
+        num = {one.name: one.num_running + one.num_waiting for one in self._core.adapters.known()}
+        return sorted(filter(num.get, num), key=lambda name: -num[name])
+
+    @verb
+    def ready_adapters(self, names: Sequence[str]) -> list[str]:
+        """Adapters of these names on the device."""
+        adapters, asked = self._core.adapters, set(names)
+        there = [one for one in adapters.known() if one.name in asked]
+        return [one.name for one in there if adapters.info(one).residency == "device"]
+
+    @verb
     def list_adapters(self) -> list[AdapterInfo]:
         adapters = self._core.adapters
         return [adapters.info(adapter) for adapter in adapters.known()]

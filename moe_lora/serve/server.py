@@ -240,7 +240,8 @@ class HttpServer(uvicorn.Server):
 def bind(host: str, port: int) -> socket.socket:
     """Bind the address before the engine's long start; port 0 takes a free port.
 
-    The socket refuses connections until the server listens, and other servers' binds.  Raises ConfigError.
+    The socket refuses connections until the server listens.  Raises ConfigError for a taken port, except
+    beside a socket with SO_REUSEADDR that does not listen yet.
     """
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -13,6 +13,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
+from anyio import move_on_after
+
 from moe_lora.core.errors import (
     AdapterError,
     AdapterExistsError,
@@ -142,6 +144,7 @@ class FleetAdapters:
         instance_registry.on_lacking = self._complete
         self._own = verbs_of(self)
         self._rollouts: Rollouts | None = None
+        self._undoing: set[asyncio.Task[None]] = set()
         self._found: set[str] = set()
         """Names under load for a resolver."""
         # Calls for one adapter run in sequence: instances must agree.
@@ -233,7 +236,10 @@ class FleetAdapters:
             if errors:
                 if len(errors) < len(instances):
                     registry.use_up(name, version)
-                await self._take_back([instance for instance, _ in answers], name, previous)
+                if busy := await self._take_back([instance for instance, _ in answers], name, previous):
+                    later = asyncio.create_task(self._take_back_later(busy, name, previous))
+                    self._undoing.add(later)
+                    later.add_done_callback(self._undoing.discard)
                 raise _refusal(name, answers, errors)
             for instance, _ in answers:
                 instance.missing.discard(name)
@@ -383,27 +389,42 @@ class FleetAdapters:
                     await ask(registry, late, [one.client.call(verb, name, *args) for one in late])
             return info
 
-    async def _take_back(self, instances: list[Instance], name: str, previous: ServedVersion | None) -> None:
-        """Undo a load; after a failure the instance loses the adapter's requests.
+    async def _take_back(
+        self, instances: list[Instance], name: str, previous: ServedVersion | None
+    ) -> list[Instance]:
+        """Undo a load; after a failure the instance loses the adapter's requests.  Returns busy instances."""
+        errors = await self._undo(instances, name, previous) if instances else []
+        failed = {instance for instance, _ in errors}
+        for instance in instances:
+            if instance.live and instance not in failed:
+                instance.missing.discard(name)
+                instance.problems.pop(name, None)
+        for instance, error in errors:
+            if instance.problems.get(name) != reason(error):  # logged once
+                what = "instance %s can't go back to what it served as %s: %r"
+                logger.error(what, instance.name, name, error)
+            instance.missing.add(name)
+            instance.problems[name] = reason(error)
+        return [one for one, error in errors if isinstance(error, BusyError)]
 
-        A busy instance gets none until requests of the refused version have ended there.
-        """
-        while instances:
-            errors = await self._undo(instances, name, previous)
-            failed = {instance for instance, _ in errors}
-            for instance in instances:
-                if instance.live and instance not in failed:
-                    instance.missing.discard(name)
-                    instance.problems.pop(name, None)
-            for instance, error in errors:
-                if instance.problems.get(name) != reason(error):  # logged once
-                    what = "instance %s can't go back to what it served as %s: %r"
-                    logger.error(what, instance.name, name, error)
-                instance.missing.add(name)
-                instance.problems[name] = reason(error)
-            instances = [one for one, error in errors if isinstance(error, BusyError) and one.live]
-            if instances:
-                await asyncio.sleep(UNDO_PAUSE_S)
+    async def _take_back_later(self, busy: list[Instance], name: str, previous: ServedVersion | None) -> None:
+        """Undo a load at busy instances, until the served version changes."""
+        registry = self.instance_registry
+        before = None if previous is None else previous.version
+        with suppress(EngineDeadError):
+            while busy:
+                with move_on_after(UNDO_PAUSE_S):
+                    await registry.closed.wait()
+                async with self._locks.setdefault(name, asyncio.Lock()):
+                    now = registry.served_version(name)
+                    if registry.closed.is_set() or registry.version(name) != before:
+                        return
+                    tried = [one for one in busy if one.live and name in one.missing]
+                    busy = await self._take_back(tried, name, now)
+                    if now is not None and previous is not None and now.pinned != previous.pinned:
+                        back = [one for one in tried if one.live and name not in one.missing]
+                        calls = [one.client.call("pin_adapter", name, now.pinned) for one in back]
+                        await asyncio.gather(*calls, return_exceptions=True)
 
     async def _undo(
         self, instances: list[Instance], name: str, previous: ServedVersion | None

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from moe_lora.engine.client.messages import DrainOrder
 
@@ -25,6 +25,8 @@ class Drains:
         """Instances under restart."""
         self.names: frozenset[str] = frozenset()
         """Both kinds."""
+        self.warmed: Mapping[str, Mapping[str, Sequence[str]]] = {}
+        """Adapters of instances that leave -> instances that have or load them, by the leaving name."""
         self._on_drained = on_drained
 
     @property
@@ -56,6 +58,8 @@ class Drains:
         before = self.names
         self.orders, self.restarting = _latest(orders), frozenset(restarting)
         self.names = self.by_operator | self.restarting
+        if over := before - self.names:
+            self.warmed = {name: places for name, places in self.warmed.items() if name not in over}
         if self.names - before:
             self._on_drained(self.names - before)
 

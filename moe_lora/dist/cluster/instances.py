@@ -274,6 +274,12 @@ class InstanceRegistry:
         return [instance for instance in self.live if instance.name not in self.drained]
 
     def _move_off(self, names: frozenset[str]) -> None:
+        there = {one.name: one.load for one in self.instances}
+        for leaving in names:
+            for adapter, places in reversed(self.drains.warmed.get(leaving, {}).items()):
+                for place in places:
+                    if place in there:
+                        there[place].note(adapter)
         for instance in self.instances:
             if instance.name in names:
                 self.on_drain(instance)

@@ -136,6 +136,12 @@ class ScriptedLoop(threading.Thread):
     def list_adapters(self) -> list[AdapterInfo]:
         return [self._info(name) for name in self.adapters]
 
+    def used_adapters(self) -> list[str]:
+        return []
+
+    def ready_adapters(self, names: Sequence[str]) -> list[str]:
+        return []
+
     def preload_adapters(self, names: Sequence[str]) -> int:
         return len(names)
 

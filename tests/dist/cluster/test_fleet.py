@@ -332,6 +332,8 @@ def test_a_load_is_taken_back_once_requests_of_the_refused_version_have_ended(mo
         monkeypatch.setattr(held, "_load_adapter", loaded)
         with pytest.raises(AdapterError, match="the others took it back"):
             await fleet.call("load_adapter", "a", "bad", replace=True)
+        while held.adapters != {"a": "p"} or fleet.instances[0].missing:
+            await asyncio.sleep(0)
         assert held.adapters == picky.adapters == {"a": "p"}
         assert len(picky.requests) >= 2, "the busy instance gets none"
         assert [one.missing for one in fleet.instances] == [set(), set()]
@@ -339,6 +341,44 @@ def test_a_load_is_taken_back_once_requests_of_the_refused_version_have_ended(mo
         for _ in range(2):
             await tokens_of(fleet, ask(adapter="a"))
         assert len(held.requests) > num_before
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("end", ["unload", "load", "gone", "closed"])
+def test_a_load_answers_while_a_busy_instance_can_not_take_it_back(monkeypatch, end):
+    monkeypatch.setattr(adapter_calls, "UNDO_PAUSE_S", 0.01)
+
+    async def run() -> None:
+        held = CountingEngine(adapters={"a": "p"})
+        picky = CountingEngine(adapters={"a": "p"}, refuse=frozenset({"bad"}))
+        fleet, load, tries = fleet_of(held, picky), held._load_adapter, []
+        registry = fleet._instance_registry
+
+        async def loaded(name: str, path: str, *words: Any, **more: Any) -> AdapterInfo:
+            if path == "p":
+                tries.append(path)
+                raise BusyError("a slot is held")
+            return await load(name, path, *words, **more)
+
+        monkeypatch.setattr(held, "_load_adapter", loaded)
+        with pytest.raises(AdapterError, match="the others took it back"):
+            await fleet.call("load_adapter", "a", "bad", replace=True)
+        assert await registry.at_rest(), "instances that restart don't wait"
+        assert fleet.instances[0].missing == {"a"}
+        while len(tries) < 3:
+            await asyncio.sleep(0.005)
+        if end == "unload":
+            await fleet.call("unload_adapter", "a")
+        elif end == "load":
+            await fleet.call("load_adapter", "a", "q", replace=True)
+            assert held.adapters == picky.adapters == {"a": "q"}
+        elif end == "gone":
+            registry.lose(fleet.instances[0], held)
+        else:
+            registry.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.wait_for(asyncio.gather(*others), PATIENCE_S)
 
     asyncio.run(run())
 

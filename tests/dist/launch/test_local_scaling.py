@@ -135,8 +135,6 @@ class Client:
     async def stats(self):
         raise EngineDeadError("it has ended")
 
-    list_adapters = stats
-
     async def call(self, *args):
         pass
 

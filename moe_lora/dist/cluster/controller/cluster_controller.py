@@ -155,6 +155,11 @@ def _capacity_controller(cluster: ClusterConfig, fleet: FleetClient) -> Capacity
     return make_capacity_controller(cluster, fleet)
 
 
+def _instance_control(cluster: ClusterConfig, routes: Routes, registry: InstanceRegistry) -> InstanceControl:
+    config, by_adapter = cluster.front_end, routes.by_adapter
+    return InstanceControl(registry, config.drain_s, config.prefill_instances, by_adapter=by_adapter)
+
+
 def _migration_controller(
     cluster: ClusterConfig, routes: Routes, instance_registry: InstanceRegistry
 ) -> MigrationController | None:
@@ -209,7 +214,7 @@ async def controlled_fleet(
         registry,
         routes.placement(fleet, adapters.pool),
         _migration_controller(cluster, routes, instance_registry),
-        InstanceControl(instance_registry, cluster.front_end.drain_s, cluster.front_end.prefill_instances),
+        _instance_control(cluster, routes, instance_registry),
     )
     if cluster.has_resolver:
         from moe_lora.dist.cluster.resolving import attach_resolver

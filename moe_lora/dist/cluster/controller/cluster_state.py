@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .routes import Routes
 
 
-_MAPPINGS = ("ranks", "holdings", "drains", "aliases", "table", "demand")
+_MAPPINGS = ("ranks", "holdings", "drains", "warmed", "aliases", "table", "demand")
 _VALUES = ("restarting", "aborts", "ordered", "table_version")
 """The other fields of `ClusterState`."""
 
@@ -37,7 +37,8 @@ class ClusterState(Message, frozen=True, kw_only=True):
     """The controller's decisions.
 
     number: rises with each change, even over restarts.  epoch: of the leader; 0: an only controller.
-    holdings: of instances in the controller's routing.  restarting: dropped by the next controller.
+    holdings: of instances in the controller's routing.  warmed: see `Drains`; with restarting, dropped by the
+    next controller.
     aliases: with removed aliases.  ordered: see `StandingOrders.active`.  table: adapter -> (instance name,
     phi); demand: tokens/s by adapter behind the table.
     """
@@ -47,6 +48,7 @@ class ClusterState(Message, frozen=True, kw_only=True):
     ranks: Mapping[str, int] = field(default_factory=dict)
     holdings: Mapping[str, Holding] = field(default_factory=dict)
     drains: Mapping[str, DrainOrder] = field(default_factory=dict)
+    warmed: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     restarting: tuple[str, ...] = ()
     aliases: Mapping[str, Alias] = field(default_factory=dict)
     aborts: tuple[AbortOrder, ...] = ()
@@ -72,6 +74,7 @@ class StateChange(Message, frozen=True, kw_only=True):
     ranks: Mapping[str, int | None]
     holdings: Mapping[str, Holding | None]
     drains: Mapping[str, DrainOrder | None]
+    warmed: Mapping[str, Mapping[str, tuple[str, ...]] | None]
     restarting: tuple[str, ...]
     aliases: Mapping[str, Alias | None]
     aborts: tuple[AbortOrder, ...]
@@ -168,6 +171,7 @@ class ClusterStateLog:
             ranks=dict(self._routes.ranks),
             holdings=self._instance_registry.holdings,
             drains=self._instance_registry.drains.orders,
+            warmed=self._instance_registry.drains.warmed,
             restarting=tuple(sorted(self._instance_registry.drains.restarting)),
             aliases=dict(self._instance_registry.aliases),
             aborts=self._instance_registry.aborts or (),

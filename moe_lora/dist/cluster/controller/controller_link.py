@@ -222,6 +222,7 @@ class ControllerLink:
         if state.ordered or self._instance_registry.standing is not None:
             self._instance_registry.standing_orders().elsewhere = state.ordered
         self._instance_registry.follow(change.adapters, change.versions, state.holdings)
+        self._instance_registry.drains.warmed = dict(state.warmed)
         self._instance_registry.drains.follow(state.drains, state.restarting)
         if state.aliases or self._instance_registry.aliases:
             from moe_lora.dist.cluster.aliases import replace_all

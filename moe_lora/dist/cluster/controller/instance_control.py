@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from anyio import fail_after, move_on_after
 
-from moe_lora.core.errors import ConfigError, EngineDeadError, EngineSilentError
+from moe_lora.core.errors import ConfigError, EngineDeadError, EngineSilentError, MoeLoraError
 from moe_lora.dist.cluster.instances import Instance, InstanceRegistry
 from moe_lora.dist.net.codec import verb
 
@@ -21,7 +21,7 @@ LOOK_S = 0.1
 SETTLE_S = 0.5
 """Time until all front ends know of a drain."""
 WARM_S = 2.0
-"""Limit for the start of loads before a drain."""
+"""Limit for each answer before a drain."""
 LEAVE_S = 20.0
 """Limit for the end of an ended process's connection."""
 
@@ -30,16 +30,22 @@ class InstanceControl:
     """Drains and restarts instances, one at a time.
 
     drain_s: time for a restarted instance to lose requests.  seen_by_all: True if all front ends route to
-    this process.  An order for an absent instance waits for its dial-in.
+    this process.  An order for an absent instance waits for its dial-in.  by_adapter: see `Routes`.
     """
 
     def __init__(
-        self, instance_registry: InstanceRegistry, drain_s: float, prefill_instances: Collection[str] = ()
+        self,
+        instance_registry: InstanceRegistry,
+        drain_s: float,
+        prefill_instances: Collection[str] = (),
+        *,
+        by_adapter: bool = False,
     ) -> None:
         self.seen_by_all: Callable[[str, str], bool] = lambda name, incarnation: True
         self._registry = instance_registry
         self._drain_s = drain_s
         self._prefill = prefill_instances
+        self._by_adapter = by_adapter
         self.changing = asyncio.Lock()
         """Held by a restart, and by a change of the number."""
         self.scale: Callable[[int, float], Awaitable[None]] | None = None
@@ -170,28 +176,37 @@ class InstanceControl:
         await self._check_others(name, undrained)
 
     async def _start_loads(self, names: Collection[str]) -> None:
-        """Load the leaving instances' adapters in use at another each, unless one has the adapter."""
+        """Load the leaving instances' adapters in use at others of the role that may get the requests.
+
+        With `by_adapter` at one, unless one has the adapter; routers hear of both at the drain.
+        """
         undrained = self._registry.undrained
-        roles = {one.name in self._prefill for one in undrained if one.name in names}
-        alike = [one for one in undrained if one.name in names or (one.name in self._prefill) in roles]
-        num, ready = Counter[str](), set[str]()
-        loads: dict[Instance, list[str]] = {one: [] for one in alike if one.name not in names}
-        if not loads:
+        leaving = [one for one in undrained if one.name in names]
+        roles = {one.name in self._prefill for one in leaving}
+        others = [one for one in undrained if one.name not in names and (one.name in self._prefill) in roles]
+        if not others:
             return
-        with move_on_after(WARM_S):
-            calls = [one.client.list_adapters() for one in alike]
-            for one, found in zip(alike, await asyncio.gather(*calls, return_exceptions=True), strict=True):
-                for info in () if isinstance(found, BaseException) else found:
-                    if one.name in names:
-                        num[info.name] += info.num_running + info.num_waiting
-                    elif info.residency == "device":
-                        ready.add(info.name)
-            for name, used in num.most_common():
-                if used and name not in ready:
-                    least = min(loads, key=lambda one: (len(loads[one]), one.outstanding_tokens))
+        used = await _answers(one.client.call("used_adapters") for one in leaving)
+        for one, found in zip(leaving, used, strict=True):
+            if found is None:
+                logger.warning("instance %s doesn't name its adapters; others load them later", one.name)
+        asked = list(dict.fromkeys(name for found in used for name in found or ()))
+        loads = dict.fromkeys(others, asked)
+        if self._by_adapter and asked:
+            loads, places = {one: [] for one in others}, dict[str, list[str]]()
+            answers = await _answers(one.client.call("ready_adapters", asked) for one in others)
+            for one, ready in zip(others, answers, strict=True):
+                for name in ready or ():
+                    places.setdefault(name, []).append(one.name)
+            for name in asked:
+                if name not in places:
+                    able = [one for one in others if name not in one.missing] or others
+                    least = min(able, key=lambda one: (len(loads[one]), one.outstanding_tokens))
                     loads[least].append(name)
-            orders = [one.client.call("preload_adapters", found) for one, found in loads.items() if found]
-            await asyncio.gather(*orders, return_exceptions=True)
+                    places[name] = [least.name]
+            drains = self._registry.drains
+            drains.warmed = {**drains.warmed, **dict.fromkeys(names, places)}
+        await _answers(one.client.call("preload_adapters", found) for one, found in loads.items() if found)
 
     def _not_drained(self) -> list[Instance]:
         """Includes returning instances."""
@@ -267,6 +282,16 @@ class InstanceControl:
             )
 
         await _until(is_back, limit_s, problem)
+
+
+async def _answers(calls: Iterable[Awaitable[Any]]) -> list[Any]:
+    """None for an error, and for a late answer."""
+
+    async def answer(call: Awaitable[Any]) -> Any:
+        with move_on_after(WARM_S), suppress(MoeLoraError):
+            return await call
+
+    return await asyncio.gather(*map(answer, calls))
 
 
 async def _until(condition: Callable[[], bool], limit_s: float, problem: EngineDeadError) -> None:

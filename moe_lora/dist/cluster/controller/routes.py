@@ -41,6 +41,11 @@ class Routes:
     steps: StepModel | None = None
 
     @property
+    def by_adapter(self) -> bool:
+        """True if the router reads which adapters an instance has."""
+        return self.config.routing in ("adapter_affinity", "rank_aware", "shortest_pending_time")
+
+    @property
     def table_version(self) -> int:
         """Number of routing tables so far."""
         return 0 if self.table is None else self.table.version

@@ -6,13 +6,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 
 from moe_lora.core.errors import AdapterError, ConfigError, EngineDeadError, EngineSilentError
-from moe_lora.core.request import AdapterInfo, EngineStats
+from moe_lora.core.request import EngineStats
 from moe_lora.dist.cluster import instances as cluster_instances
 from moe_lora.dist.cluster.controller import instance_control
 from moe_lora.dist.cluster.controller.instance_control import InstanceControl
@@ -43,6 +42,7 @@ def front_end(made, monkeypatch) -> FrontEnd:
 @pytest.fixture
 def control(front_end, monkeypatch) -> InstanceControl:
     monkeypatch.setattr(instance_control, "SETTLE_S", 0.05)
+    monkeypatch.setattr(instance_control, "WARM_S", PATIENCE_S)
     return InstanceControl(front_end.instance_registry, drain_s=20.0)
 
 
@@ -72,15 +72,13 @@ def test_others_load_the_adapters_that_a_leaving_instance_uses_before_they_get_i
     front_end, control, made, verb
 ):
     first, second = made[1:]
-    usual = AdapterInfo(name="", version=1, lora_rank=1, nbytes=1, targets=(), path="", residency="device")
-    infos = [replace(usual, name=name, num_running=num) for name, num in (("b", 1), ("idle", 0), ("a", 2))]
     loads = []
 
     def preload(names):
         loads.append((names, front_end.instance_registry.drained))
         raise AdapterError("no host memory")  # the drain goes on
 
-    first.loop.list_adapters, second.loop.preload_adapters = lambda: infos, preload
+    first.loop.used_adapters, second.loop.preload_adapters = lambda: ["a", "b"], preload
 
     async def end() -> None:
         first.dial.stop()
@@ -99,21 +97,69 @@ def test_others_load_the_adapters_that_a_leaving_instance_uses_before_they_get_i
     assert loads == [(["a", "b"], frozenset())]
 
 
-def test_each_adapter_loads_at_one_instance_of_the_role_unless_one_has_it(front_end, made):
+@pytest.fixture
+def five(front_end, made, monkeypatch) -> list[Instance]:
+    """Four alike, and one for prompts; one uses adapters, and three has one of these."""
+    monkeypatch.setattr(instance_control, "WARM_S", PATIENCE_S)
     made.extend(Instance(name, front_end.socket, number=5) for name in ("three", "four", "prompts"))
     until(lambda: len(front_end.names()) == 5)
-    usual = AdapterInfo(name="", version=1, lora_rank=1, nbytes=1, targets=(), path="", residency="device")
-    uses = {"a": (1, 0), "waits": (0, 3), "b": (2, 0), "there": (9, 0), "idle": (0, 0)}
-    infos = [replace(usual, name=name, num_running=r, num_waiting=w) for name, (r, w) in uses.items()]
-    made[1].loop.list_adapters = lambda: infos
-    made[3].loop.list_adapters = lambda: [replace(usual, name="there")]
-    control = InstanceControl(front_end.instance_registry, 20.0, ["prompts"])
+    made[1].loop.used_adapters = lambda: ["there", "waits", "b", "a"]
+    made[3].loop.ready_adapters = lambda names: ["there"] if names == made[1].loop.used_adapters() else []
+    return made[1:]
+
+
+def preloads(instances: list[Instance]) -> list[list]:
+    return [[args for verb, *args in one.loop.calls if verb == "preload_adapters"] for one in instances]
+
+
+def test_each_adapter_loads_at_one_instance_of_the_role_unless_one_has_it_and_routers_hear_where(
+    front_end, five
+):
+    registry = front_end.instance_registry
+    control = InstanceControl(registry, 20.0, ["prompts"], by_adapter=True)
     front_end.run(control.drain_instance("one"))
-    calls = [[args for verb, *args in one.loop.calls if verb == "preload_adapters"] for one in made[2:]]
-    loads = [names for [[names]] in filter(None, calls)]
+    calls = preloads(five[1:])
+    loads = [names for [[names]] in calls[:-1]]
     assert calls[-1] == []
     assert len(loads) == 3
     assert sorted(name for names in loads for name in names) == ["a", "b", "waits"]
+    noted = {one.name: set(one.load.recent) for one in registry.instances}
+    told = {name: set(names) for name, [[names]] in zip(("two", "three", "four"), calls[:3], strict=True)}
+    assert noted == {"one": set(), "prompts": set(), **told, "three": {*told["three"], "there"}}
+
+
+def test_a_router_that_does_not_read_adapters_finds_them_at_all_others_of_the_role(front_end, five):
+    control = InstanceControl(front_end.instance_registry, 20.0, ["prompts"])
+    front_end.run(control.drain_instance("one"))
+    everything = [[["there", "waits", "b", "a"]]]
+    assert preloads(five) == [[], everything, everything, everything, []]
+    assert not any(one.load.recent for one in front_end.instance_registry.instances)
+
+
+def num_lists(instances: list[Instance]) -> int:
+    return [verb for one in instances for verb, *_ in one.loop.calls].count("list_adapters")
+
+
+@pytest.mark.parametrize("by_adapter", [False, True])
+def test_a_busy_instance_keeps_no_other_from_loading(front_end, five, monkeypatch, by_adapter):
+    monkeypatch.setattr(instance_control, "WARM_S", 0.2)
+    five[2].loop.unanswered = {"list_adapters", "ready_adapters", "preload_adapters"}
+    control, num_before = (
+        InstanceControl(front_end.instance_registry, 20.0, by_adapter=by_adapter),
+        num_lists(five),
+    )
+    front_end.run(control.drain_instance("one"))
+    used = {"there", "waits", "b", "a"}
+    until(lambda: {name for calls in preloads(five[1:]) for [names] in calls for name in names} == used)
+    assert num_lists(five) == num_before, "answers don't grow with the adapters"
+
+
+def test_a_drain_goes_on_without_an_answer_of_the_leaving_instance(front_end, five, monkeypatch, caplog):
+    monkeypatch.setattr(instance_control, "WARM_S", 0.2)
+    five[0].loop.unanswered = {"used_adapters"}
+    front_end.run(InstanceControl(front_end.instance_registry, 20.0).drain_instance("one"))
+    assert front_end.instance_registry.drained == {"one"}
+    assert "one doesn't name its adapters" in caplog.text
 
 
 @pytest.mark.parametrize("other", ["drain", "restart"])
@@ -128,12 +174,10 @@ def test_of_two_instances_that_leave_at_once_one_stays(front_end, control, other
 
 
 def test_an_instance_is_not_drained_if_it_is_undrained_or_the_others_are_lost_while_they_load(
-    front_end, control, made, monkeypatch
+    front_end, control, made
 ):
-    monkeypatch.setattr(instance_control, "WARM_S", PATIENCE_S)
     first, second = made[1:]
-    usual = AdapterInfo(name="a", version=1, lora_rank=1, nbytes=1, targets=(), path="", residency="device")
-    first.loop.list_adapters = lambda: [replace(usual, num_running=1)]
+    first.loop.used_adapters = lambda: ["a"]
     may_load = threading.Event()
     second.loop.preload_adapters = lambda names: int(may_load.wait(PATIENCE_S))
 
@@ -145,7 +189,7 @@ def test_an_instance_is_not_drained_if_it_is_undrained_or_the_others_are_lost_wh
         await draining
 
     async def lose() -> None:
-        other = front_end.instance_registry.instances[1]
+        [other] = (one for one in front_end.instance_registry.instances if one.name == "two")
         front_end.instance_registry.lose(other, other.client)
         may_load.set()
 

@@ -20,7 +20,7 @@ from moe_lora.dist.cluster.controller.routes import make_routes
 from moe_lora.dist.cluster.instances import Holding, InstanceRegistry, Served, ServedVersion
 from moe_lora.dist.net.codec import Message, decoder_of, encode
 from moe_lora.engine.client.messages import AbortOrder, Alias, DrainOrder, PauseScope
-from tests.dist.cluster.fleet_parts import cluster_config
+from tests.dist.cluster.fleet_parts import CountingEngine, cluster_config
 
 
 def new_link(
@@ -58,6 +58,20 @@ def test_aborts_reach_waiting_requests_once(link):
         link.receive(ClusterState(number=number, aborts=(old, *orders[: number - 1])))
     link.receive(ClusterState(number=5, aborts=tuple(orders)))
     assert ended == ["a", "b", "c"], "an abort of before this front end's requests ends none"
+
+
+def test_routers_hear_with_the_drain_where_the_adapters_of_a_leaving_instance_are():
+    registry = InstanceRegistry((client := CountingEngine(), client, client))
+    link = new_link(registry)
+    before, heard = ClusterState(number=1), []
+    registry.on_drain = lambda instance: heard.append([list(one.load.recent) for one in registry.instances])
+    warmed = {"0": {"most": ("1", "2"), "less": ("1", "gone")}}
+    drained = replace(before, number=2, drains={"0": DrainOrder(True, 1)}, warmed=warmed)
+    link.receive(before)
+    link.receive(sent(StateChange.between(before, drained)))
+    assert heard == [[[], ["less", "most"], ["most"]]], "before requests move"
+    link.receive(StateChange.between(drained, replace(drained, number=3, warmed={})))
+    assert len(heard) == 1
 
 
 def test_what_is_served_is_taken_over_whole():
