@@ -219,6 +219,27 @@ def test_a_call_after_a_malformed_one_is_the_single_call():
     assert call.arguments == last.response.output[-1].arguments == '{"city": "Oslo"}'
 
 
+@pytest.mark.parametrize("cut", [18, 0])
+def test_a_stream_with_a_malformed_call_is_continued_as_the_whole_answer_is(cut):
+    """Clients saw pieces of its arguments; the conversation has the model's text."""
+    text = CALL if cut else CALL.replace('"Oslo"', "Oslo") + " ok"
+    with saying(text, tool_call_parser="hermes") as (client, engine):
+        body = {"tools": [{**WEATHER, "strict": None}]}
+        if cut:
+            body["max_output_tokens"] = len(engine.answers[None]) - cut
+        whole = respond(client, **body)
+        *_, last = respond(client, stream=True, **body)
+        prompts = []
+        for answer in (whole, last.response):
+            respond(client, **body, previous_response_id=answer.id, input="go on")
+            prompts.append(engine.prompts()[-1])
+        assert prompts[0] == prompts[1]
+        kept = [client.responses.retrieve(one.id).output for one in (whole, last.response)]
+    assert [item.type for item in last.response.output] != [item.type for item in kept[1]]
+    shown = [[one.to_dict() | {"id": None} for one in output] for output in kept]
+    assert shown[0] == shown[1]
+
+
 def test_reasoning_is_an_item_and_comes_back():
     include = ["reasoning.encrypted_content"]
     with saying("<think>\nmulling</think>\n\nok", QWEN_REASONING, reasoning_parser="qwen3") as (
@@ -381,6 +402,8 @@ def test_a_response_continues_a_stored_one():
         ):
             with pytest.raises(openai.NotFoundError, match="at most 1024 responses and 64 MiB"):
                 gone()
+        with pytest.raises(openai.BadRequestError, match="include is not supported for a stored response"):
+            client.responses.retrieve(second.id, include=["message.output_text.logprobs"])
         with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
             client.responses.cancel(second.id)
 

@@ -44,10 +44,11 @@ class BatchLine(NamedTuple):
 
 
 class WrongLine(NamedTuple):
-    """A line without a request."""
+    """A line without a request.  custom_id: of no other request; None if unreadable."""
 
     number: int
     message: str
+    custom_id: str | None
 
 
 @dataclass
@@ -87,19 +88,25 @@ def read_lines(
             raise FileTooLongError(f"the file has more than {most} requests; make several files of it")
         if is_empty:
             continue
+        custom_id = None
         try:
-            custom_id, url, model, start, size = _checked(text, urls, most_line_bytes)
+            line, start, size = _parsed(text, most_line_bytes)
+            custom_id = _id_of(line)
+            url, model = _checked(line, urls)
             if custom_id in numbers:
                 raise ValueError(f"line {numbers[custom_id]} has the custom_id {custom_id[:64]!r} too")
         except (ValueError, RecursionError) as error:
             what = "too many nested lists" if isinstance(error, RecursionError) else str(error)
             found.num_wrong += 1
             if len(found.problems) < MAX_PROBLEMS:
-                found.problems.append(WrongLine(number, what))
+                found.problems.append(WrongLine(number, what, custom_id))
             continue
         numbers[custom_id] = number
         first.setdefault(model, number)
         found.lines.append(BatchLine(number, offset + start, size, custom_id, url, model))
+    found.problems = [
+        one._replace(custom_id=None) if one.custom_id in numbers else one for one in found.problems
+    ]
     found.lines.sort(key=lambda line: first[line.model])
     return found
 
@@ -116,20 +123,30 @@ def _texts(file: BinaryIO, most_bytes: int) -> Iterator[tuple[int, bytes]]:
         offset += len(text)
 
 
-def _checked(text: bytes, urls: Container[str], most_bytes: int) -> tuple[str, str, str, int, int]:
-    """custom_id, url, the model's start, offset and size of the body.  Raises ValueError."""
+def _parsed(text: bytes, most_bytes: int) -> tuple[dict[str, Any], int, int]:
+    """As `_fields`.  Raises ValueError."""
     if len(text) > most_bytes:
         raise ValueError(f"the line has more than {most_bytes} bytes; send a shorter prompt")
     allowed = f"give an object with {', '.join(_FIELDS)}"
     try:
-        line, start, size = _fields(text)
+        return _fields(text)
     except ValueError as error:
         raise ValueError(f"not valid JSON ({error}); {allowed}") from None
     except TypeError:
         raise ValueError(f"not an object; {allowed}") from None
-    custom_id, url, body = (line.get(name) for name in ("custom_id", "url", "body"))
+
+
+def _id_of(line: dict[str, Any]) -> str:
+    """Raises ValueError."""
+    custom_id = line.get("custom_id")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
         raise ValueError(f"custom_id must be a text of 1 to {MAX_ID_CHARS} characters")
+    return custom_id
+
+
+def _checked(line: dict[str, Any], urls: Container[str]) -> tuple[str, str]:
+    """The url, and the model's start.  Raises ValueError."""
+    url, body = line.get("url"), line.get("body")
     if line.get("method", "POST") != "POST":
         raise ValueError(f"method={str(line['method'])[:64]!r} is not allowed; method must be POST")
     if not isinstance(url, str) or url not in urls:
@@ -144,7 +161,7 @@ def _checked(text: bytes, urls: Container[str], most_bytes: int) -> tuple[str, s
         raise ValueError("encoding_format: results are JSON; send base64 or float in a batch")
     model = body.get("model")
     model = model[:MAX_ID_CHARS] if isinstance(model, str) else ""
-    return custom_id, sys.intern(url), model, start, size
+    return sys.intern(url), model
 
 
 def _fields(text: bytes) -> tuple[dict[str, Any], int, int]:

@@ -185,6 +185,8 @@ class Run:
         self._path = self._store.path(f"{record.id}.results")
         self._results: Results
         self._errors: list[dict[str, Any]] = []
+        self._wrong: list[tuple[str | None, str]] = []
+        """`custom_id` and problem of lines without a request."""
         self._num_bytes = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -254,9 +256,11 @@ class Run:
         found = await asyncio.to_thread(
             read_lines, source, (shown["endpoint"],), most=MAX_REQUESTS, most_line_bytes=most + LINE_BYTES
         )
-        self._errors = [_error("invalid_line", message, number) for number, message in found.problems]
+        self._errors = [_error("invalid_line", one.message, one.number) for one in found.problems]
+        self._wrong = [(one.custom_id, f"line {one.number}: {one.message}") for one in found.problems]
         if found.further:
             self._errors.append(_error("invalid_line", found.further))
+            self._wrong.append((None, found.further))
         shown["request_counts"]["total"] = len(found.lines) + found.num_wrong
         self._count(results, found.num_wrong)
         if not found.lines:
@@ -328,8 +332,7 @@ class Run:
     async def _end(self, status: str) -> None:
         """Make files of the results, and end the batch."""
         record, shown = self._record, self._record.shown
-        wrong = [_told(one) for one in self._errors if one["code"] == "invalid_line"]
-        lines = [problem_line(None, "invalid_line", text) for text in wrong]
+        lines = [problem_line(custom_id, "invalid_line", problem) for custom_id, problem in self._wrong]
         output, error = (f"file-{record.id.removeprefix('batch_')}-{kind}" for kind in ("output", "error"))
         paths = self._store.path(output), self._store.path(error)
         await asyncio.to_thread(self._results.split, *paths, lines)
@@ -355,10 +358,6 @@ class Run:
         }
         self._store.add(record.owner, record.key, {**shown, **about})
         return name
-
-
-def _told(error: dict[str, Any]) -> str:
-    return error["message"] if error["line"] is None else f"line {error['line']}: {error['message']}"
 
 
 def _error(code: str, message: str, line: int | None = None) -> dict[str, Any]:

@@ -112,7 +112,8 @@ def test_a_batch_from_upload_to_results(tokenizer, tmp_path, folder):
     engine = scripted(tokenizer)
     settings = {"batch_dir": str(tmp_path / "batches")} if folder else {}
     bodies = [{"model": name, "prompt": "the"} for name in ("base", "shout", "base", "none")]
-    text = lines_of(*bodies, {"prompt": "the", "priority": 5}) + b"nonsense\n"
+    other = lines_of({"input": "the"}, url="/v1/embeddings").replace(b'"n0"', b'"other"')
+    text = lines_of(*bodies, {"prompt": "the", "priority": 5}) + b"nonsense\n" + other
     with served(engine, tokenizer, **settings) as url, client_of(url) as client:
         file_id = upload(client, text)
         assert client.files.retrieve(file_id).bytes == len(text)
@@ -125,14 +126,18 @@ def test_a_batch_from_upload_to_results(tokenizer, tmp_path, folder):
         assert found.status == "completed"
         assert found.metadata == {"a": "b"}
         counts = found.request_counts
-        assert (counts.total, counts.completed, counts.failed) == (6, 4, 2)
-        assert [(one.code, one.line) for one in found.errors.data] == [("invalid_line", 6)]
+        assert (counts.total, counts.completed, counts.failed) == (7, 4, 3)
+        assert [(one.code, one.line) for one in found.errors.data] == [
+            ("invalid_line", 6),
+            ("invalid_line", 7),
+        ]
         results = content(client, found.output_file_id)
         texts = {name: row["response"]["body"]["choices"][0]["text"] for name, row in results.items()}
         assert texts == {**dict.fromkeys(("n0", "n2", "n4"), "hello world"), "n1": "fox"}
         errors = content(client, found.error_file_id)
         assert errors["n3"]["response"]["status_code"] == 404
         assert "line 6" in errors[None]["error"]["message"]
+        assert "line 7" in errors["other"]["error"]["message"]
         assert [one.id for one in client.batches.list()] == [batch.id]
         names = {one.id for one in client.files.list()}
         assert names == {file_id, found.output_file_id, found.error_file_id}
@@ -173,6 +178,18 @@ def test_chats_embeddings_and_responses_are_endpoints_too(tokenizer):
         assert "url='/v1/responses'" in wrong.errors.data[0].message
         empty = ended(client, create(client, b"\n").id)
         assert empty.errors.data[0].code == "empty_file"
+
+
+def test_responses_of_a_batch_are_stored_only_on_request(tokenizer):
+    with served(scripted(tokenizer), tokenizer) as url, client_of(url) as client:
+        bodies = {"input": "the"}, {"input": "the", "store": True}
+        batch = create(client, lines_of(*bodies, url="/v1/responses"), "/v1/responses")
+        results = content(client, ended(client, batch.id).output_file_id)
+        left_out, kept = (results[name]["response"]["body"] for name in ("n0", "n1"))
+        assert (left_out["store"], kept["store"]) == (False, True)
+        assert client.responses.retrieve(kept["id"]).output_text == "hello world"
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(left_out["id"])
 
 
 @pytest.mark.parametrize(

@@ -229,3 +229,17 @@ def test_lines_run_in_order_some_at_once_until_the_first_error():
     with pytest.raises(KeyError, match="7"):
         asyncio.run(run_lines(lines[6:], 1, work))
     assert (begun[6:], running) == ([7], 0)
+
+
+def test_a_wrong_line_has_its_readable_id_unless_another_request_has_it():
+    wrong = {"url": "/v1/other"}
+    text = line("a", **wrong) + line("b") + line("b", **wrong) + line("c") * 2 + line(5) + b"nonsense\n"
+    found = read_lines(io.BytesIO(text))
+    assert [one.custom_id for one in found.lines] == ["b", "c"]
+    assert [(one.number, one.custom_id) for one in found.problems] == [
+        (1, "a"),
+        (3, None),
+        (5, None),
+        (6, None),
+        (7, None),
+    ]

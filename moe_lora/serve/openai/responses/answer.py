@@ -125,9 +125,20 @@ class ResponseFormat(BlockFormat):
         found["output"] = [self._item(block) for block in self.blocks]
         found |= {"usage": self._usage(), **self.version()}
         if self._store is not None:
-            answered = messages_of(found["output"], {})
-            self._store.add(Stored.of(self.owner, found, self._echoed["input"], answered))
+            self._store.add(self._stored(found))
         return found
+
+    def _stored(self, found: dict[str, Any]) -> Stored:
+        """Malformed calls are content, also after a stream of their arguments."""
+        streamed = self.blocks
+        self._join_malformed()
+        if self.blocks != streamed:
+            self._finish()
+            for block in self.blocks:
+                if not block.item_id:
+                    self._name(block)
+            found = {**found, "output": [self._item(block) for block in self.blocks]}
+        return Stored.of(self.owner, found, self._echoed["input"], messages_of(found["output"], {}))
 
     def _usage(self) -> dict[str, Any]:
         usage = self.generation.usage()

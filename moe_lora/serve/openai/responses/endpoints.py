@@ -67,6 +67,8 @@ class Endpoints:
 
     async def _answer(self, body: ResponsesChat, request: Request) -> Response:
         assert self._frontend.tokenizer is not None
+        if caller_of(request.scope).background and not body.shown["store"]:
+            body.shown["input"] = None  # a file has a batch's answers
         form = self._format(body)(
             self._frontend.tokenizer, request.state.prepared, self._store, _owner(request)
         )
@@ -100,8 +102,9 @@ class Endpoints:
 
     async def read(self, request: Request) -> Response:
         """A running or stored response."""
-        for name in ("stream", "starting_after", "include", "include_obfuscation"):
+        for name in ("stream", "starting_after", "include", "include[]", "include_obfuscation"):
             if request.query_params.get(name) not in (None, "", "false"):
+                name = name.removesuffix("[]")
                 raise bad_request(f"{name} is not supported for a stored response; leave it out", name)
         owner, response_id = _owner(request), request.path_params["response_id"]
         running = self._running(owner, response_id)
