@@ -110,9 +110,9 @@ class Checkpoint:
             raise ConfigError(f"{path} does not hold {key!r}, which {INDEX_NAME} places there") from error
 
     def read_into(self, piece: Piece, out: torch.Tensor) -> bool:
-        """True if the piece's whole tensor goes into `out`, at the latest before its `release` returns."""
+        """True if the piece's whole first tensor goes into `out`, before its `release` returns."""
         file = self._mapped(self.file_of[piece.key])
-        if piece.transform is not None or not file.fits(piece.key, out):
+        if not file.fits(piece.key, out):
             return False
         self._reads[piece.key].append(self._readers.submit(file.read_into, piece.key, out))
         return True

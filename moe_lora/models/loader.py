@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -432,13 +433,13 @@ def _fill_part(
 ) -> None:
     if isinstance(into, torch.Tensor):
         if isinstance(tensor, torch.Tensor):
-            if not checkpoint.read_into(piece, into[cut.target]):
+            if piece.transform is not None or not checkpoint.read_into(piece, into[cut.target]):
                 into[cut.target].copy_(tensor)
         else:
             _dequantise_into(into[cut.target], tensor)
         return
     try:
-        into.fill(cut.target, tensor)
+        into.fill(cut.target, tensor, functools.partial(checkpoint.read_into, piece))
     except ValueError as error:
         raise ConfigError(f"{piece.key} in {checkpoint.model_dir} can't be quantised: {error}") from error
 

@@ -7,7 +7,7 @@ Legend: E experts, N output width, K input width.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,8 @@ from moe_lora.kernels.quantised import Format, format_of
 
 from .stored_weight import StoredWeight
 
+Read = Callable[[torch.Tensor], bool]
+"""True if a file's tensor goes into the given tensor, unchanged."""
 _AT_ONCE = 1 << 18  # weights; temporaries are several times as large
 
 
@@ -120,25 +122,28 @@ class QuantisedWeight(nn.Module):
             x, self.data, self.scale, self.zero, bias, ids, self.form_text, self.num_out
         )
 
-    def fill(self, index: tuple[Any, ...], weight: torch.Tensor | StoredWeight) -> None:
+    def fill(self, index: tuple[Any, ...], weight: torch.Tensor | StoredWeight, read: Read) -> None:
         """Write `weight` into the part of the matrices at index (expert, rows).
 
-        Copies values in the same format, else quantises.  Raises ValueError without a finite scale.
+        Reads or copies values in the same format, else quantises.  Raises ValueError without a finite scale.
         """
         if len(self.shape) == 2:
-            self._fill_rows((), index[0] if index else slice(None), weight)
+            self._fill_rows((), index[0] if index else slice(None), weight, read)
         elif index and isinstance(index[0], int):
-            self._fill_rows(index[0], index[1] if index[1:] else slice(None), weight)
+            self._fill_rows(index[0], index[1] if index[1:] else slice(None), weight, read)
         else:
             assert isinstance(weight, torch.Tensor)
             for expert, matrix in enumerate(weight):
-                self._fill_rows(expert, index[1] if index[1:] else slice(None), matrix)
+                self._fill_rows(expert, index[1] if index[1:] else slice(None), matrix, read)
 
-    def _fill_rows(self, expert: Any, rows: slice, weight: torch.Tensor | StoredWeight) -> None:
+    def _fill_rows(self, expert: Any, rows: slice, weight: torch.Tensor | StoredWeight, read: Read) -> None:
         first, data, scale = rows.indices(self.num_out)[0], self.data[expert], self.scale[expert]
         group = self.form.row_group
         step = rows_at_once(weight.shape[1], group)
         as_it_is = isinstance(weight, StoredWeight) and self._takes(weight)
+        is_plain = self.form.bits == 8 and not self.form.dynamic
+        if as_it_is and is_plain:
+            step = max(1, weight.shape[0])
         for row in range(0, weight.shape[0], step):
             some = slice(row, min(row + step, weight.shape[0]))
             if isinstance(weight, torch.Tensor):
@@ -147,7 +152,9 @@ class QuantisedWeight(nn.Module):
                 plain = weight.dequantised(some, self.dtype)
             if as_it_is:
                 assert isinstance(weight, StoredWeight)
-                q, scales = weight.values(some), weight.scales(group)[row // group : -(-some.stop // group)]
+                is_read = is_plain and read(data[first : first + weight.shape[0]])
+                q = None if is_read else weight.values(some)
+                scales = weight.scales(group)[row // group : -(-some.stop // group)]
             else:
                 q, scales = quantised.quantise(plain, self.form)
                 if not scales.isfinite().all():
