@@ -141,10 +141,12 @@ class QuantisedWeight(nn.Module):
         group = self.form.row_group
         step = rows_at_once(weight.shape[1], group)
         as_it_is = isinstance(weight, StoredWeight) and self._takes(weight)
-        is_plain = self.form.bits == 8 and not self.form.dynamic
-        if as_it_is and is_plain:
-            step = max(1, weight.shape[0])
-        for row in range(0, weight.shape[0], step):
+        in_rows = as_it_is and self.form.bits == 8 and not self.form.dynamic
+        is_read = in_rows and read(data[first : first + weight.shape[0]])
+        if is_read:
+            assert isinstance(weight, StoredWeight)
+            quantised.put(self.form, None, weight.scales(group), data, scale, first)
+        for row in range(weight.shape[0] if is_read else 0, weight.shape[0], step):
             some = slice(row, min(row + step, weight.shape[0]))
             if isinstance(weight, torch.Tensor):
                 plain = weight[some].to(device=data.device, dtype=self.dtype).contiguous()
@@ -152,9 +154,7 @@ class QuantisedWeight(nn.Module):
                 plain = weight.dequantised(some, self.dtype)
             if as_it_is:
                 assert isinstance(weight, StoredWeight)
-                is_read = is_plain and read(data[first : first + weight.shape[0]])
-                q = None if is_read else weight.values(some)
-                scales = weight.scales(group)[row // group : -(-some.stop // group)]
+                q, scales = weight.values(some), weight.scales(group)[row // group : -(-some.stop // group)]
             else:
                 q, scales = quantised.quantise(plain, self.form)
                 if not scales.isfinite().all():
