@@ -134,20 +134,14 @@ def quantise(weight: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Te
 
 
 def put(
-    form: Format,
-    q: torch.Tensor | None,
-    scale: torch.Tensor,
-    data: torch.Tensor,
-    scales: torch.Tensor,
-    first: int,
+    form: Format, q: torch.Tensor, scale: torch.Tensor, data: torch.Tensor, scales: torch.Tensor, first: int
 ) -> None:
     """Write `quantise`'s [R, K] and [R / row_group, G] to a matrix from row `first`, a multiple of row_group.
 
-    q of mxfp4: codes, uint8.  None: scales only.  Layouts: csrc/unpack.inl and csrc/dynamic.inl.
+    q of mxfp4: codes, uint8.  Layouts: csrc/unpack.inl and csrc/dynamic.inl.
     """
-    rows = slice(first, first + (0 if q is None else q.shape[0]))
+    rows = slice(first, first + q.shape[0])
     if form.dynamic:
-        assert q is not None
         numbers = torch.arange(rows.start, rows.stop, device=q.device)
         in_blocks = (numbers // _BLOCK_OUT, numbers % _BLOCK_OUT)
         data.transpose(1, 2)[in_blocks] = _fours(form, q)
@@ -155,8 +149,6 @@ def put(
         return
     first_scale = first // form.row_group
     scales[first_scale : first_scale + scale.shape[0]] = scale[:, 0] if scales.dim() == 1 else scale
-    if q is None:
-        return
     if form.bits == 8:
         data[rows] = q
         return

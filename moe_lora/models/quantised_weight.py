@@ -145,7 +145,8 @@ class QuantisedWeight(nn.Module):
         is_read = in_rows and read(data[first : first + weight.shape[0]])
         if is_read:
             assert isinstance(weight, StoredWeight)
-            quantised.put(self.form, None, weight.scales(group), data, scale, first)
+            scales = weight.scales(group)
+            scale[first // group :][: len(scales)] = scales[:, 0] if scale.dim() == 1 else scales
         for row in range(weight.shape[0] if is_read else 0, weight.shape[0], step):
             some = slice(row, min(row + step, weight.shape[0]))
             if isinstance(weight, torch.Tensor):
