@@ -32,6 +32,8 @@ from .weights import Piece
 
 _NUM_READERS = 4
 """Threads that wait for files."""
+_READ_BYTES = 16 << 20
+"""Bytes of tensors that a thread reads in turn: two threads in a new huge page clear it twice."""
 _GAP_BYTES = 1 << 20
 """Advice joins tensors with smaller gaps."""
 
@@ -48,6 +50,7 @@ class Checkpoint:
         self._mappings: dict[Path, MappedFile] = {}
         self._readers = ThreadPoolExecutor(_NUM_READERS, "checkpoint")
         self._reads: defaultdict[str, list[Future[None]]] = defaultdict(list)
+        self._batch: list[tuple[MappedFile, str, torch.Tensor]] = []
         found = indexed(model_dir)
         if found is not None:
             self.file_of = found
@@ -110,12 +113,20 @@ class Checkpoint:
             raise ConfigError(f"{path} does not hold {key!r}, which {INDEX_NAME} places there") from error
 
     def read_into(self, piece: Piece, out: torch.Tensor) -> bool:
-        """True if the piece's whole tensor goes into `out`, at the latest before its `release` returns."""
+        """True if the piece's whole first tensor goes into `out`, before its `release` returns."""
         file = self._mapped(self.file_of[piece.key])
-        if piece.transform is not None or not file.fits(piece.key, out):
+        if not file.fits(piece.key, out):
             return False
-        self._reads[piece.key].append(self._readers.submit(file.read_into, piece.key, out))
+        self._batch.append((file, piece.key, out))
+        if sum(tensor.nbytes for _, _, tensor in self._batch) >= _READ_BYTES:
+            self._start_reads()
         return True
+
+    def _start_reads(self) -> None:
+        batch, self._batch = self._batch, []
+        done = self._readers.submit(_read_all, batch)
+        for _, key, _ in batch:
+            self._reads[key].append(done)
 
     def will_read(self, pieces: Iterable[Piece]) -> None:
         """Let the kernel read the tensors ahead."""
@@ -124,6 +135,7 @@ class Checkpoint:
 
     def release(self, pieces: Iterable[Piece]) -> None:
         """Wait for the tensors' reads, and free their mapped pages."""
+        self._start_reads()
         for path, keys in self._by_file(pieces).items():
             for read in (read for key in keys for read in self._reads.pop(key, ())):
                 read.result()
@@ -155,7 +167,7 @@ class MappedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = open_file(path, str(path))
+        self._path, self._file = path, open_file(path, str(path))
         self._entries = header_entries(self._file, str(path))
         sharing, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
         self._map = mmap.mmap(self._file.fileno(), 0, sharing, access)
@@ -181,22 +193,29 @@ class MappedFile:
         while held:
             size = os.preadv(self._file.fileno(), [held], place)
             if not size:
-                raise OSError(f"{self._file.name} was cut while it was read")
+                raise OSError(f"{self._path} was cut while it was read")
             held, place = held[size:], place + size
 
     def will_read(self, keys: Iterable[str]) -> None:
-        """Let the kernel read ahead."""
-        self._advise(keys, mmap.MADV_WILLNEED)
+        """Let the kernel read ahead; `madvise` would block Python's threads."""
+        for start, size in self._ranges(keys):
+            os.posix_fadvise(self._file.fileno(), start, size, os.POSIX_FADV_WILLNEED)
 
     def release(self, keys: Iterable[str]) -> None:
         """Free these tensors' pages; a later access maps the pages again."""
-        self._advise(keys, mmap.MADV_DONTNEED)
+        for start, size in self._ranges(keys):
+            self._map.madvise(mmap.MADV_DONTNEED, start, size)
 
-    def _advise(self, keys: Iterable[str], advice: int) -> None:
+    def _ranges(self, keys: Iterable[str]) -> Iterator[tuple[int, int]]:
         spans = sorted(self._entries[key].span for key in keys if key in self._entries)
         for first, last in _joined(spans):
             start = first - first % mmap.PAGESIZE
-            self._map.madvise(advice, start, min(last, len(self._map)) - start)
+            yield start, min(last, len(self._map)) - start
+
+
+def _read_all(batch: list[tuple[MappedFile, str, torch.Tensor]]) -> None:
+    for file, key, out in batch:
+        file.read_into(key, out)
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 _NORMED = ("q_norm", "k_norm")
 """Norms of a `NormedQkv`, in module order."""
 _CACHE_LINE, _HUGE_PAGE = 64, 2 << 20
+_AHEAD_BYTES, _AT_ONCE_BYTES = 256 << 20, 64 << 20
+"""Weights that the kernel reads ahead, and weights whose reads end together."""
 
 
 class Cut(NamedTuple):
@@ -375,22 +378,27 @@ def _fill(model: CausalLM, checkpoint: Source, weights: WeightMap, stored: Store
     ranges = held_ranges(model)
     held = {name: _held_pieces(weights[name], ranges[name]) for name in targets}
     sizes = {name: _num_bytes(target) for name, target in targets.items()}
-    done, total, following = 0, sum(sizes.values()), iter([*held.values(), []])
-    next(following)
-    before: list[Piece] = []  # still read while the next weight's reads start
+    done, ended, ahead, total, following = 0, 0, 0, sum(sizes.values()), iter(held.items())
+    before: list[Piece] = []  # still read while the next weights' reads start
+    now: list[Piece] = []
     for name, target in targets.items():
-        checkpoint.will_read(piece for _, piece, _ in next(following))
+        while ahead < min(total, done + _AHEAD_BYTES):
+            coming, pieces = next(following)
+            checkpoint.will_read(piece for _, piece, _ in pieces)
+            ahead += sizes[coming]
         opened = stored.pop(name, {})
         for i, piece, cuts in held[name]:
             tensor = opened.pop(i) if i in opened else checkpoint.tensor(piece)
             _check_shape(piece, tensor, ranges[name], checkpoint)
             for cut in cuts:
                 _fill_part(target, cut, _part(tensor, cut, piece), piece, checkpoint)
-        checkpoint.release(before)
-        before = [piece for _, piece, _ in held[name]]
+        now += [piece for _, piece, _ in held[name]]
         done += sizes[name]
+        if done >= ended + _AT_ONCE_BYTES:
+            checkpoint.release(before)
+            before, now, ended = now, [], done
         show(f"{done / 1e9:.3g} of {total / 1e9:.3g} GB of weights loaded", done, total)
-    checkpoint.release(before)
+    checkpoint.release(before + now)
 
 
 def _held_pieces(pieces: list[Piece], ranges: HeldRanges) -> list[tuple[int, Piece, list[Cut]]]:
@@ -432,13 +440,13 @@ def _fill_part(
 ) -> None:
     if isinstance(into, torch.Tensor):
         if isinstance(tensor, torch.Tensor):
-            if not checkpoint.read_into(piece, into[cut.target]):
+            if piece.transform is not None or not checkpoint.read_into(piece, into[cut.target]):
                 into[cut.target].copy_(tensor)
         else:
             _dequantise_into(into[cut.target], tensor)
         return
     try:
-        into.fill(cut.target, tensor)
+        into.fill(cut.target, tensor, functools.partial(checkpoint.read_into, piece))
     except ValueError as error:
         raise ConfigError(f"{piece.key} in {checkpoint.model_dir} can't be quantised: {error}") from error
 

@@ -7,7 +7,7 @@ Legend: E experts, N output width, K input width.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,8 @@ from moe_lora.kernels.quantised import Format, format_of
 
 from .stored_weight import StoredWeight
 
+Read = Callable[[torch.Tensor], bool]
+"""True if a file's tensor goes into the given tensor, unchanged."""
 _AT_ONCE = 1 << 18  # weights; temporaries are several times as large
 
 
@@ -120,26 +122,32 @@ class QuantisedWeight(nn.Module):
             x, self.data, self.scale, self.zero, bias, ids, self.form_text, self.num_out
         )
 
-    def fill(self, index: tuple[Any, ...], weight: torch.Tensor | StoredWeight) -> None:
+    def fill(self, index: tuple[Any, ...], weight: torch.Tensor | StoredWeight, read: Read) -> None:
         """Write `weight` into the part of the matrices at index (expert, rows).
 
-        Copies values in the same format, else quantises.  Raises ValueError without a finite scale.
+        Reads or copies values in the same format, else quantises.  Raises ValueError without a finite scale.
         """
         if len(self.shape) == 2:
-            self._fill_rows((), index[0] if index else slice(None), weight)
+            self._fill_rows((), index[0] if index else slice(None), weight, read)
         elif index and isinstance(index[0], int):
-            self._fill_rows(index[0], index[1] if index[1:] else slice(None), weight)
+            self._fill_rows(index[0], index[1] if index[1:] else slice(None), weight, read)
         else:
             assert isinstance(weight, torch.Tensor)
             for expert, matrix in enumerate(weight):
-                self._fill_rows(expert, index[1] if index[1:] else slice(None), matrix)
+                self._fill_rows(expert, index[1] if index[1:] else slice(None), matrix, read)
 
-    def _fill_rows(self, expert: Any, rows: slice, weight: torch.Tensor | StoredWeight) -> None:
+    def _fill_rows(self, expert: Any, rows: slice, weight: torch.Tensor | StoredWeight, read: Read) -> None:
         first, data, scale = rows.indices(self.num_out)[0], self.data[expert], self.scale[expert]
         group = self.form.row_group
         step = rows_at_once(weight.shape[1], group)
         as_it_is = isinstance(weight, StoredWeight) and self._takes(weight)
-        for row in range(0, weight.shape[0], step):
+        in_rows = as_it_is and self.form.bits == 8 and not self.form.dynamic
+        is_read = in_rows and read(data[first : first + weight.shape[0]])
+        if is_read:
+            assert isinstance(weight, StoredWeight)
+            scales = weight.scales(group)
+            scale[first // group :][: len(scales)] = scales[:, 0] if scale.dim() == 1 else scales
+        for row in range(weight.shape[0] if is_read else 0, weight.shape[0], step):
             some = slice(row, min(row + step, weight.shape[0]))
             if isinstance(weight, torch.Tensor):
                 plain = weight[some].to(device=data.device, dtype=self.dtype).contiguous()

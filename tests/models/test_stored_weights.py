@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from moe_lora.config.weight_format import weight_format
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.wrong_files import SINGLE_NAME, read_config
-from moe_lora.models.checkpoint import Checkpoint
+from moe_lora.models.checkpoint import Checkpoint, MappedFile
 from moe_lora.models.loader import load_model
 from moe_lora.models.quantised_weight import QuantisedWeight, quantisation_of
 from tests.families import FAMILIES, make_checkpoint, shard_of
@@ -95,6 +96,29 @@ def test_what_is_held_is_what_is_stored(kind, dtype, base, tmp_path):  # noqa: F
     dequantised = load_model(stored, dtype, CPU, quantisation=quantisation_of("none", None, False))
     for name, weight in dequantised.named_parameters():
         assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize("kind", ["fp8", "torchao-int8"])
+def test_values_in_the_files_form_are_read_into_place(kind, base, tmp_path, monkeypatch):  # noqa: F811
+    stored, _ = stored_pair(base("mixtral")[0], kind, tmp_path)
+    read, made = [], MappedFile.read_into
+
+    def noted(file, key, out):
+        read.append(out.dtype)
+        made(file, key, out)
+
+    monkeypatch.setattr(MappedFile, "read_into", noted)
+    weights = held(load_model(stored, torch.bfloat16, CPU))
+    num_matrices = sum(weight.data.shape[0] if weight.data.dim() == 3 else 1 for weight in weights.values())
+    assert read.count(next(iter(weights.values())).data.dtype) >= num_matrices
+
+
+@pytest.mark.parametrize("kind", ["plain", "fp8"])
+def test_a_file_that_is_cut_during_its_reads_is_named(kind, base, tmp_path, monkeypatch):  # noqa: F811
+    stored = stored_pair(base("mixtral")[0], "fp8", tmp_path)[kind == "plain"]
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    with pytest.raises(OSError, match=rf"{SINGLE_NAME} was cut while it was read"):
+        load_model(stored, torch.float32, CPU)
 
 
 @pytest.mark.parametrize("kind", TORCHAO)
