@@ -104,15 +104,17 @@ struct Fp8Codes {
         table = held;
     }
     static __attribute__((noinline)) void fill(Fp8Table& held, float by) { held.fill(by); }
+    MOE_LORA_INLINE __m256i look_up(__m256i NibbleTable::*bytes, __m256i size, __m256i is_least) const {
+        const __m256i others = _mm256_shuffle_epi8(table.others.*bytes, size);
+        return _mm256_blendv_epi8(others, _mm256_shuffle_epi8(table.least.*bytes, size), is_least);
+    }
     MOE_LORA_INLINE void put(const uint8_t* row, uint64_t k, bf16* out) const {
         const __m256i codes = load_codes(row + k), size = _mm256_and_si256(codes, _mm256_set1_epi8(127));
         const __m256i is_least = _mm256_cmpgt_epi8(_mm256_set1_epi8(16), size);
         const __m256i is_nan = _mm256_cmpeq_epi8(size, _mm256_set1_epi8(127));
         const __m256i top = _mm256_and_si256(_mm256_srli_epi16(codes, 4), _mm256_set1_epi8(15));
-        const __m256i low =
-            _mm256_blendv_epi8(_mm256_shuffle_epi8(table.others.low, size), _mm256_shuffle_epi8(table.least.low, size), is_least);
-        const __m256i high =
-            _mm256_blendv_epi8(_mm256_shuffle_epi8(table.others.high, size), _mm256_shuffle_epi8(table.least.high, size), is_least);
+        const __m256i low = look_up(&NibbleTable::low, size, is_least);
+        const __m256i high = look_up(&NibbleTable::high, size, is_least);
         const __m256i with_top = _mm256_add_epi8(high, _mm256_shuffle_epi8(table.tops, top));
         store_bytes(out, _mm256_or_si256(low, is_nan), _mm256_or_si256(with_top, is_nan));
     }
@@ -194,7 +196,8 @@ template <class Codes>
 static void cached_tile(const PackedTile& t) {
     static thread_local CachedBuffers own;
     CachedBuffers& buffers = own;  // a thread's address is found once
-    const int64_t groups = num_row_groups(t.rows, kCachedRows), group_sums = kCachedRows * kCachedColumns * Avx2::kLanes;
+    constexpr int64_t group_sums = kCachedRows * kCachedColumns * Avx2::kLanes;
+    const int64_t groups = num_row_groups(t.rows, kCachedRows);
     const int64_t part_inputs = t.rows * kInputStride;
     float* const sums = buffers.sums.of(groups * group_sums);
     bf16* const inputs = buffers.x.of((t.width + kCachedPart - 1) / kCachedPart * part_inputs);
