@@ -52,7 +52,7 @@ template <Codes kCodes>
 void tabled_tile(const PackedTile& t) {
     // A table costs more than it saves where a group has a scale per row.
     const bool shared = t.num_w > 1 && t.group % 64 == 0 && t.scale[t.groups] == t.scale[0];
-    if (t.groups == 1 || (shared && 2 * t.groups <= TabledBytes<kCodes>::kTables))
+    if (t.groups == 1 || (shared && 4 * t.groups <= TabledBytes<kCodes>::kTables))
         many_tile<TabledBytes<kCodes>>(t);
     else
         many_tile<ByteWeights<Avx512Bf16, bf16, kCodes>>(t);

@@ -63,9 +63,8 @@ struct ByteWeights {
     static MOE_LORA_INLINE Weights input(typename D::Raw x) { return D::unpacked(x); }
     using Tile = PackedTile;
     static constexpr int kSpan = D::kStep, kBits = 8;
-    static constexpr bool kPairs = I::kPairs && sizeof(T) == 2;
-    // Of codes as load_int8_pairs has them.
-    static constexpr float kUnit = kPairs && kCodes != kFp8 ? 1 << 24 : 1;
+    static constexpr bool kPairs = I::kPairs && sizeof(T) == 2 && kCodes != kFp8;
+    static constexpr float kUnit = kPairs ? 1 << 24 : 1;  // of codes as load_int8_pairs has them
 
     template <int N>
     struct Rows : PackedRows<ByteWeights, N> {
@@ -84,11 +83,11 @@ struct ByteWeights {
         }
         MOE_LORA_INLINE Weights values(const uint8_t* codes, int j) const {
             if constexpr (kPairs) {
-                typename I::Pairs v = kCodes == kFp8 ? I::load_fp8_pairs(codes) : I::load_int8_pairs(codes);
+                typename I::Pairs v = I::load_int8_pairs(codes);
                 if (kCodes == kInt8Zero) v = {I::sub(v.even, less[j]), I::sub(v.odd, less[j])};
                 return D::rounded({I::mul(v.even, by[j]), I::mul(v.odd, by[j])});
             } else {
-                return plain_values(codes, j);
+                return D::unpacked(plain_values(codes, j));
             }
         }
         MOE_LORA_INLINE typename D::Raw plain_values(const uint8_t* codes, int j) const {
@@ -127,48 +126,37 @@ struct NibbleWeights {
     static MOE_LORA_INLINE Weights input(typename D::Raw x) { return D::unpacked(x); }
     using Tile = PackedTile;
     static constexpr int kSpan = D::kStep == 32 ? 64 : D::kStep, kBits = 4;
-    static constexpr bool kPairs = I::kPairs && sizeof(T) == 2;
+    static constexpr bool kPairs = false;
 
     template <int N>
     struct Rows : PackedRows<NibbleWeights, N> {
         const float* values;
-        const bool exact;            // the table has unscaled values
         typename D::Table table[N];  // what the 16 codes mean
-        typename I::V by[N];
 
-        MOE_LORA_INLINE Rows(const PackedTile& t, int64_t n)
-            : PackedRows<NibbleWeights, N>(t, n), values(t.values), exact(t.exact) {
+        MOE_LORA_INLINE Rows(const PackedTile& t, int64_t n) : PackedRows<NibbleWeights, N>(t, n), values(t.values) {
             open(0);
         }
         MOE_LORA_INLINE void open(int64_t k) {
             if (k < this->next) return;
             MOE_LORA_UNROLL
             for (int j = 0; j < N; j++) {
-                if (kPairs) by[j] = I::set1(this->scale[j * this->groups]);
-                if (kPairs && exact && k) continue;
                 const float* const at = this->scale + j * this->groups;
                 typename I::V v[16 / I::kLanes];
                 MOE_LORA_UNROLL
                 for (int i = 0; i < 16 / I::kLanes; i++) {
                     v[i] = I::load(values + i * I::kLanes);
                     if (this->zero) v[i] = I::sub(v[i], I::set1(at[this->zero]));
-                    v[i] = kPairs && exact ? v[i] : I::mul(v[i], I::set1(*at));
+                    v[i] = I::mul(v[i], I::set1(*at));
                 }
                 D::fill(table[j], v);
             }
             this->scale++;
             this->next += this->group;
         }
-        MOE_LORA_INLINE Weights scaled(int j, typename D::Raw raw) const {
-            Weights w = D::unpacked(raw);
-            if constexpr (kPairs)
-                if (exact) w = {I::mul(w.even, by[j]), I::mul(w.odd, by[j])};
-            return w;
-        }
         template <int Step>
         MOE_LORA_INLINE Weights load(int j, int64_t k) const {
             const uint8_t* const row = this->w + j * this->row_bytes;
-            if constexpr (kSpan == 64) return scaled(j, D::look_up(row + (k - 32 * Step) / 2, 4 * Step, table[j]));
+            if constexpr (kSpan == 64) return D::unpacked(D::look_up(row + (k - 32 * Step) / 2, 4 * Step, table[j]));
             return load_part(j, k, 0);
         }
         template <int Step>
@@ -178,7 +166,7 @@ struct NibbleWeights {
         // The end of a row of one group, with bytes up to the next 64 codes.
         MOE_LORA_INLINE Weights load_part(int j, int64_t k, int) const {
             const uint8_t* const row = this->w + j * this->row_bytes;
-            return scaled(j, D::look_up(row + k / 64 * 32 + k % 32, k % 64 < 32 ? 0 : 4, table[j]));
+            return D::unpacked(D::look_up(row + k / 64 * 32 + k % 32, k % 64 < 32 ? 0 : 4, table[j]));
         }
     };
 };

@@ -3,7 +3,7 @@
 // dots over the block before. Dots leave a part of the vector ports idle. Included after unpack.inl.
 
 // Bytes of an unpacked block, a share of the second-level cache. Weights per call.
-constexpr int64_t kAheadBytes = 64 << 10, kPairsBytes = 16 << 10, kManyColumns = 256;
+constexpr int64_t kAheadBytes = 64 << 10, kPairsBytes = 16 << 10, kManyColumns = 512;
 
 // Weights beside kMaxRows rows of x, whose sums leave a few registers free.
 constexpr int kPairsColumns = 3;
@@ -218,9 +218,9 @@ static void pairs_tile(const PackedTile& t) {
 
 template <class W>
 constexpr PackedDot many() {
-    if constexpr (W::I::kPairs)
+    if constexpr (W::kPairs)
         return {pairs_tile<W>, kPackedFew + 1, INT64_MAX, kManyColumns};
-    else if constexpr (W::I::kMaxRows > 2)
+    else if constexpr (W::I::kTallRows > W::I::kMaxRows)
         return {many_tile<W>, kPackedPairs + 1, INT64_MAX, kManyColumns};
     else
         return {};

@@ -140,17 +140,6 @@ struct Avx2 {
         const __m256i odd = _mm256_shuffle_epi8(codes, *(const __m256i*)by->odd_tops);
         return {_mm256_cvtepi32_ps(even), _mm256_cvtepi32_ps(odd)};
     }
-    // As load_fp8.
-    static inline Pairs load_fp8_pairs(const uint8_t* p) {
-        const __m256i codes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
-        const __m256i tops = _mm256_setr_epi16(0x0080, 0x0280, 0x0480, 0x0680, 0x0880, 0x0a80, 0x0c80, 0x0e80, 0x0180,
-                                               0x0380, 0x0580, 0x0780, 0x0980, 0x0b80, 0x0d80, 0x0f80);
-        const __m256i wide = _mm256_shuffle_epi8(codes, tops), nan = _mm256_set1_epi16(0x7f00);
-        const __m256i is_nan = _mm256_cmpeq_epi16(_mm256_and_si256(wide, nan), nan);
-        const __m256i half = _mm256_and_si256(_mm256_srai_epi16(wide, 1), _mm256_set1_epi16(short(0xbfff)));
-        const __m256i all = _mm256_or_si256(half, _mm256_and_si256(is_nan, nan));
-        return {_mm256_cvtph_ps(_mm256_castsi256_si128(all)), _mm256_cvtph_ps(_mm256_extracti128_si256(all, 1))};
-    }
     static inline V load(const float* p) { return _mm256_loadu_ps(p); }
     static inline V load(const bf16* p) { return from_half(_mm_loadu_si128((const __m128i*)p)); }
     static inline V load_part(const float* p, int count) { return load_part_of(p, count); }
