@@ -12,7 +12,7 @@ import click
 
 from moe_lora.config.settings import MISSING, Setting, meanings, settings_of
 
-FORMATS = ("azure", "burstgpt", "mooncake", "sharegpt", "lmsys", "vllm", "own")
+FORMATS = ("azure", "burstgpt", "mooncake", "sharegpt", "lmsys", "vllm", "own", "bailian")
 """Keys of `workload.FORMATS`, without its import."""
 
 FORMAT = click.option("--format", type=click.Choice(FORMATS), help="The trace's format.  [default: detected]")

@@ -203,13 +203,15 @@ def _need(row: dict[str, Any], key: str, reader: RowReader) -> Any:
     return row[key]
 
 
-def _hash_ids(row: dict[str, Any], num_tokens: int, reader: RowReader) -> tuple[int, ...]:
+def _hash_ids(
+    row: dict[str, Any], num_tokens: int, reader: RowReader, block_tokens: int = HASH_BLOCK_TOKENS
+) -> tuple[int, ...]:
     ids = row.get("hash_ids", [])
     if not isinstance(ids, list) or not all(type(item) is int and item >= 0 for item in ids):
         raise reader.error("hash_ids", f"{ids!r:.60}", "a list of whole numbers >= 0")
-    most = -(-num_tokens // HASH_BLOCK_TOKENS)
+    most = -(-num_tokens // block_tokens)
     if len(ids) > most:
-        allowed = f"{most} at most, one a block of {HASH_BLOCK_TOKENS} tokens"
+        allowed = f"{most} at most, one a block of {block_tokens} tokens"
         raise reader.error("hash_ids", f"{len(ids)} blocks of {num_tokens} tokens", allowed)
     return tuple(ids)
 
@@ -217,12 +219,12 @@ def _hash_ids(row: dict[str, Any], num_tokens: int, reader: RowReader) -> tuple[
 def iter_mooncake(lines: TextIO, reader: RowReader) -> Requests:
     """{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]} a line.
 
-    Refuses the layout of Qwen-Bailian traces, with equal keys in other units.
+    Refuses Qwen-Bailian traces, with equal keys in other units.
     """
     for row in json_lines(lines, reader):
         if "chat_id" in row:
             other = "a Qwen-Bailian trace, with seconds and blocks of 16 tokens"
-            way_out = 'milliseconds and blocks of 512 tokens, without "chat_id"; or write the format own'
+            way_out = 'milliseconds and blocks of 512 tokens, without "chat_id"; or give --format bailian'
             raise reader.error("chat_id", other, way_out)
         tokens = reader.count("input_length", _need(row, "input_length", reader))
         yield reader.request(
@@ -230,6 +232,33 @@ def iter_mooncake(lines: TextIO, reader: RowReader) -> Requests:
             tokens,
             reader.count("output_length", _need(row, "output_length", reader)),
             hash_ids=_hash_ids(row, tokens, reader),
+        )
+
+
+_BAILIAN_BLOCK_TOKENS = 16
+
+
+def iter_bailian(lines: TextIO, reader: RowReader) -> Requests:
+    """{"chat_id", "timestamp": s, "input_length": n, "output_length": n, "hash_ids": [...]} a line.
+
+    Ids of 16-token blocks become ids of 512-token blocks: equal ids mean equal prompts up to the block's end.
+    Source: alibaba-edu/qwen-bailian-usagetraces-anon, README.md.
+    """
+    joined: dict[tuple[int, ...], int] = {}
+    size = HASH_BLOCK_TOKENS // _BAILIAN_BLOCK_TOKENS
+    for row in json_lines(lines, reader):
+        _need(row, "chat_id", reader)
+        tokens = reader.count("input_length", _need(row, "input_length", reader))
+        ids = _hash_ids(row, tokens, reader, _BAILIAN_BLOCK_TOKENS)
+        blocks: list[int] = []
+        for start in range(0, len(ids), size):
+            prefix = (*blocks[-1:], -1, *ids[start : start + size])
+            blocks.append(joined.setdefault(prefix, len(joined)))
+        yield reader.request(
+            reader.time("timestamp", _need(row, "timestamp", reader), "seconds"),
+            tokens,
+            reader.count("output_length", _need(row, "output_length", reader)),
+            hash_ids=tuple(blocks),
         )
 
 

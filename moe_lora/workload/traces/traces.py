@@ -17,6 +17,7 @@ from .formats import (
     COLUMNS_2019,
     COLUMNS_2021,
     iter_azure,
+    iter_bailian,
     iter_burstgpt,
     iter_lmsys,
     iter_mooncake,
@@ -35,6 +36,7 @@ FORMATS: dict[str, Callable[[TextIO, RowReader], Requests]] = {
     "lmsys": iter_lmsys,
     "vllm": iter_vllm,
     "own": iter_own,
+    "bailian": iter_bailian,
 }
 _HEAD_CHARS = 1 << 16
 
@@ -46,7 +48,7 @@ def _json_format(line: str, head: str) -> str | None:
         row = None
     keys = set(row) if isinstance(row, dict) else set()
     if {"timestamp", "input_length"} <= keys:
-        return "mooncake"
+        return "bailian" if "chat_id" in keys else "mooncake"
     if "arrival_s" in keys:
         return "own"
     if "prompt" in keys:

@@ -57,6 +57,10 @@ LMSYS = "".join(
     )
 )
 VLLM = '{"prompt": "one two three", "output_tokens": 10}\n{"prompt": "x", "more": 1}\n'
+QWEN_BAILIAN = (
+    '{"chat_id": 1, "parent_chat_id": -1, "timestamp": 0.061, "input_length": 40, "output_length": 9, '
+    '"type": "text", "turn": 1, "hash_ids": [1, 2, 3]}\n'
+)
 SAMPLES = {
     "azure": AZURE,
     "burstgpt": BURSTGPT,
@@ -65,6 +69,7 @@ SAMPLES = {
     "sharegpt": SHAREGPT,
     "lmsys": LMSYS,
     "vllm": VLLM,
+    "bailian": QWEN_BAILIAN,
 }
 
 
@@ -182,16 +187,10 @@ def test_reader_is_a_stream(tmp_path: Path) -> None:
     assert next(iter_trace(path)).prompt_tokens == 4808
 
 
-QWEN_BAILIAN = (
-    '{"chat_id": 1, "parent_chat_id": -1, "timestamp": 0.061, "input_length": 40, "output_length": 9, '
-    '"type": "text", "turn": 1, "hash_ids": [1, 2, 3]}\n'
-)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (QWEN_BAILIAN, "column 'chat_id': a Qwen-Bailian trace, with seconds and blocks of 16 tokens"),
+        (QWEN_BAILIAN.replace("40", "32"), "3 blocks of 32 tokens; allowed: 2 at most, one a block of 16"),
         (
             QWEN_BAILIAN.replace("chat_id", "c"),
             "3 blocks of 40 tokens; allowed: 1 at most, one a block of 512",
@@ -205,6 +204,36 @@ QWEN_BAILIAN = (
 def test_blocks_of_other_sizes_are_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_trace(write(tmp_path, text))
+
+
+def test_a_bailian_trace_has_seconds_and_its_blocks_of_16_tokens_joined(tmp_path: Path) -> None:
+    turns = [
+        (0.5, [*range(64)]),
+        (2.0, [*range(70)]),
+        (2.5, [*range(32), *range(90, 122)]),
+        (3.0, [*range(70)]),
+    ]
+    rows = [
+        {"chat_id": i, "parent_chat_id": i - 1, "timestamp": at_s, "input_length": 16 * len(ids) - 3}
+        | {"output_length": 9, "type": "text", "turn": i + 1, "hash_ids": ids}
+        for i, (at_s, ids) in enumerate(turns)
+    ]
+    path = write(tmp_path, "".join(json.dumps(row) + "\n" for row in rows))
+    trace = read_trace(path)
+    assert (trace.format, [one.arrival_s for one in trace.requests]) == ("bailian", [0.0, 1.5, 2.0, 2.5])
+    assert [one.prompt_tokens for one in trace.requests] == [1021, 1117, 1021, 1117]
+    first, longer, other, again = (one.hash_ids for one in trace.requests)
+    assert longer[:2] == first
+    assert other[0] == first[0]
+    assert again == longer
+    assert len({*first, *longer, *other}) == 4, "blocks with another beginning are others"
+
+
+def test_a_bailian_trace_is_no_mooncake_trace(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="column 'chat_id': a Qwen-Bailian trace, with seconds and blocks of 16"
+    ):
+        read_trace(write(tmp_path, QWEN_BAILIAN), "mooncake")
 
 
 def test_a_part_of_a_trace_is_runs_of_all_of_it() -> None:
