@@ -25,7 +25,7 @@ class Drains:
         """Instances under restart."""
         self.names: frozenset[str] = frozenset()
         """Both kinds."""
-        self.warmed: Mapping[str, Mapping[str, Sequence[str]]] = {}
+        self.warmed: Mapping[str, Mapping[str, tuple[str, ...]]] = {}
         """Adapters of instances that leave -> instances that have or load them, by the leaving name."""
         self._on_drained = on_drained
 

@@ -276,7 +276,7 @@ class InstanceRegistry:
     def _move_off(self, names: frozenset[str]) -> None:
         there = {one.name: one.load for one in self.instances}
         for leaving in names:
-            for adapter, places in reversed(self.drains.warmed.get(leaving, {}).items()):
+            for adapter, places in reversed([*self.drains.warmed.get(leaving, {}).items()]):
                 for place in places:
                     if place in there:
                         there[place].note(adapter)

@@ -246,8 +246,7 @@ def _log_vocabulary(num_tokens: int, vocab_size: object) -> None:
 class IncrementalDetokenizer:
     """push(t1) + push(t2) + ... + flush() == decode([t1, t2, ...]), never splitting a character.
 
-    Byte fallback decodes an incomplete character at the end, and the bytes before it, as replacements; here
-    complete ones stay.
+    With byte fallback, complete characters before an incomplete one stay.
 
     A token's text can depend on the left neighbour, so a window of the last tokens is decoded.
     prompt_token_ids: keep the first token's leading space, which decoders strip at a text's start.

@@ -137,7 +137,6 @@ def _parsed(text: bytes, most_bytes: int) -> tuple[dict[str, Any], int, int]:
 
 
 def _id_of(line: dict[str, Any]) -> str:
-    """Raises ValueError."""
     custom_id = line.get("custom_id")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
         raise ValueError(f"custom_id must be a text of 1 to {MAX_ID_CHARS} characters")

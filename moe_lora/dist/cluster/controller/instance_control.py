@@ -193,17 +193,17 @@ class InstanceControl:
         asked = list(dict.fromkeys(name for found in used for name in found or ()))
         loads = dict.fromkeys(others, asked)
         if self._by_adapter and asked:
-            loads, places = {one: [] for one in others}, dict[str, list[str]]()
+            loads, places = {one: [] for one in others}, dict[str, tuple[str, ...]]()
             answers = await _answers(one.client.call("ready_adapters", asked) for one in others)
             for one, ready in zip(others, answers, strict=True):
                 for name in ready or ():
-                    places.setdefault(name, []).append(one.name)
+                    places[name] = (*places.get(name, ()), one.name)
             for name in asked:
                 if name not in places:
                     able = [one for one in others if name not in one.missing] or others
                     least = min(able, key=lambda one: (len(loads[one]), one.outstanding_tokens))
                     loads[least].append(name)
-                    places[name] = [least.name]
+                    places[name] = (least.name,)
             drains = self._registry.drains
             drains.warmed = {**drains.warmed, **dict.fromkeys(names, places)}
         await _answers(one.client.call("preload_adapters", found) for one, found in loads.items() if found)

@@ -129,7 +129,7 @@ class ResponseFormat(BlockFormat):
         return found
 
     def _stored(self, found: dict[str, Any]) -> Stored:
-        """Malformed calls are content, also after a stream of their arguments."""
+        """Malformed calls are content, also after a stream."""
         streamed = self.blocks
         self._join_malformed()
         if self.blocks != streamed:
