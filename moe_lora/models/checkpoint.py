@@ -33,7 +33,7 @@ from .weights import Piece
 _NUM_READERS = 4
 """Threads that wait for files."""
 _READ_BYTES = 16 << 20
-"""Bytes of tensors that a thread reads in turn: two threads in a new huge page clear it twice."""
+"""Bytes that a thread reads in turn: two threads in a new huge page clear it twice."""
 _GAP_BYTES = 1 << 20
 """Advice joins tensors with smaller gaps."""
 

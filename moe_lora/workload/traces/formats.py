@@ -241,7 +241,7 @@ _BAILIAN_BLOCK_TOKENS = 16
 def iter_bailian(lines: TextIO, reader: RowReader) -> Requests:
     """{"chat_id", "timestamp": s, "input_length": n, "output_length": n, "hash_ids": [...]} a line.
 
-    Ids of 16-token blocks become ids of 512-token blocks: equal ids mean equal prompts up to the block's end.
+    16-token blocks are joined to 512: equal ids mean equal prompts up to the block's end.
     Source: alibaba-edu/qwen-bailian-usagetraces-anon, README.md.
     """
     joined: dict[tuple[int, ...], int] = {}
