@@ -161,6 +161,12 @@ class CountingEngine:
 
     async def _pause_requests(self, scope: PauseScope, *_: object) -> None: ...
 
+    async def _used_adapters(self) -> list[str]:
+        return [request.adapter for request in self.requests if request.adapter is not None]
+
+    async def _ready_adapters(self, names: Sequence[str]) -> list[str]:
+        return []
+
     async def _preload_adapters(self, names: Sequence[str]) -> int:
         self.calls.append(("preload", *names))
         return len(names)

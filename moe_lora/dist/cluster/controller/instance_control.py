@@ -11,7 +11,7 @@ from typing import Any
 
 from anyio import fail_after, move_on_after
 
-from moe_lora.core.errors import ConfigError, EngineDeadError, EngineSilentError, MoeLoraError
+from moe_lora.core.errors import ConfigError, EngineDeadError, EngineSilentError
 from moe_lora.dist.cluster.instances import Instance, InstanceRegistry
 from moe_lora.dist.net.codec import verb
 
@@ -288,7 +288,7 @@ async def _answers(calls: Iterable[Awaitable[Any]]) -> list[Any]:
     """None for an error, and for a late answer."""
 
     async def answer(call: Awaitable[Any]) -> Any:
-        with move_on_after(WARM_S), suppress(MoeLoraError):
+        with move_on_after(WARM_S), suppress(Exception):
             return await call
 
     return await asyncio.gather(*map(answer, calls))
