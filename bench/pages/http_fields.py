@@ -59,11 +59,12 @@ def _refused(what: str, fields: Mapping[str, list[Any]]) -> Iterator[tuple[str, 
 
 def _with_values(fields: Mapping[str, list[Any]], others: Mapping[str, list[Any]]) -> str:
     """Fields that the others lack, with their neutral values but null."""
-    return ", ".join(
-        f"`{name}` ({', '.join(f'`{json.dumps(one)}`' for one in values if one is not None)})"
+    shown = {
+        name: ", ".join(f"`{json.dumps(one)}`" for one in values if one is not None)
         for name, values in sorted(fields.items())
         if name not in others
-    )
+    }
+    return ", ".join(f"`{name}` ({texts})" if texts else f"`{name}`" for name, texts in shown.items())
 
 
 def _names(fields: Iterable[str]) -> str:

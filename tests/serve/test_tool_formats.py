@@ -378,6 +378,23 @@ def test_a_reference_without_a_target_allows_any_type(schema):
     assert read("glm4", {"properties": {"a": schema}, "$defs": DEFINED}, {"a": "1.0"}) == {"a": 1.0}
 
 
+def test_a_large_root_behind_references_is_copied_not_read():
+    class Name(str):
+        num_hashes = 0
+
+        def __hash__(self) -> int:
+            Name.num_hashes += 1
+            return super().__hash__()
+
+    chain = {f"o{i}": {"$ref": f"#/$defs/o{i + 1}"} for i in range(60)}
+    chain["o60"] = {"properties": {"a": {"type": "string"}}}
+    schema = {"$ref": "#/$defs/o0", "$defs": chain, **{Name(f"x{i}"): 0 for i in range(1000)}}
+    Name.num_hashes = 0
+    assert types_of(schema, "a") == {"string"}
+    assert Name.num_hashes <= 1000
+    assert types_of({"$ref": "#", "properties": {"a": {"type": "null"}}}, "a") == {"null"}
+
+
 def test_options_by_reference_are_read_once_each():
     options = {f"o{i}": {"anyOf": [{"$ref": f"#/$defs/o{i + 1}"}] * 9} for i in range(2000)}
     schema = {"properties": {"a": {"$ref": "#/$defs/o0"}}, "$defs": {**options, "o2000": {"type": "string"}}}

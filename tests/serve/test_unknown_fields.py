@@ -160,30 +160,10 @@ def test_other_interfaces_name_their_own_fields(unchanged, path, body):
         assert not instead or error["message"].endswith(f"; or send {instead} instead"), error
 
 
-THINKS = [({"enable_thinking": on}, on) for on in (False, True)] + [
-    ({"thinking": False}, False),
-    ({"thinking": {"type": "enabled"}}, True),
-    ({"thinking": {"type": "disabled"}}, False),
-    ({"thinking": {}}, None),
-    ({"enable_thinking": False, "reasoning_effort": "none"}, False),
-    ({"enable_thinking": True, "thinking": {"type": "enabled"}}, True),
-]
-
-
-@pytest.mark.parametrize(("fields", "thinks"), THINKS)
-def test_a_chat_that_thinks_or_not_tells_the_template(unchanged, fields, thinks):
-    own = {"chat_template_kwargs": {"enable_thinking": thinks, "x": 1}}
-    for body in ({**CHAT, **fields}, {**CHAT, **fields, **own}):
-        assert ChatRequest(**body).template_variables.get("enable_thinking") == thinks
-        answer = unchanged.post("/v1/chat/completions", body)
-        assert (answer.status_code, HEADER in answer.headers) == (200, False), answer.text
-    if thinks is not None:
-        own["chat_template_kwargs"]["enable_thinking"] = not thinks
-        error = error_of(unchanged.post("/v1/chat/completions", {**CHAT, **fields, **own}))
-        assert (error["param"] in fields, "contradicts" in error["message"]) == (True, True)
-        name = next(iter(fields))
-        error = error_of(unchanged.post("/v1/completions", {**PROMPT, name: fields[name]}))
-        assert error["message"].endswith("chats have chat_template_kwargs.enable_thinking")
+@pytest.mark.parametrize(("name", "value"), [("enable_thinking", False), ("thinking", {"type": "enabled"})])
+def test_a_prompt_without_a_template_has_no_field_for_thinking(unchanged, name, value):
+    error = error_of(unchanged.post("/v1/completions", {**PROMPT, name: value}))
+    assert error["message"].endswith("chats have chat_template_kwargs.enable_thinking")
 
 
 @pytest.mark.parametrize("value", [{"type": "enabled", "budget_tokens": 5}, {"type": "adaptive"}, {"a": 1}])

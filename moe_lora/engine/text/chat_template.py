@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -250,6 +250,10 @@ class ChatTemplates:
         """The template's source, chosen as in `render`."""
         return self.sources[self._chosen(name, tools)]
 
+    def reads(self, name: str | None, tools: Any = None) -> frozenset[str]:
+        """Variables that the template reads, chosen as in `render`."""
+        return undeclared_names(self.source(name, tools))
+
     def _chosen(self, name: str | None, tools: Any) -> str:
         names = ", ".join(sorted(self.sources))
         if name is not None:
@@ -283,14 +287,15 @@ class ChatTemplates:
         return template
 
 
-def undeclared_names(source: str) -> set[str]:
+@lru_cache(maxsize=64)
+def undeclared_names(source: str) -> frozenset[str]:
     """Variables of a template without its own value; empty for invalid Jinja."""
     from jinja2.meta import find_undeclared_variables
 
     try:
-        return find_undeclared_variables(_compiled(source).environment.parse(source))
+        return frozenset(find_undeclared_variables(_compiled(source).environment.parse(source)))
     except Exception:  # `_Template` logs the cause
-        return set()
+        return frozenset()
 
 
 def _compiled(source: str) -> Any:

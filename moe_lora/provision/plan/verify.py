@@ -131,7 +131,8 @@ def planned_load(
 
 def _even(trace: Trace) -> Trace:
     """The same rate in each of PARTS runs: a day's curve goes, bursts within a run stay."""
-    ends = np.linspace(0, len(trace.requests) - 1, PARTS + 1).round().astype(int)
+    last = len(trace.requests) - 1
+    ends = np.minimum(np.arange(PARTS + 1) * -(-len(trace.requests) // PARTS), last)
     times = np.array([one.arrival_s for one in trace.requests])
     pairs = zip(trace.requests, np.interp(times, times[ends], ends).tolist(), strict=True)
     return replace(trace, requests=tuple(replace(one, arrival_s=at_s) for one, at_s in pairs))

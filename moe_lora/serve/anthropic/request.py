@@ -22,7 +22,7 @@ from moe_lora.serve.openai.converted import (
     wrong,
 )
 from moe_lora.serve.openai.fields import MAX_NAME_CHARS
-from moe_lora.serve.openai.protocol import MAX_STOP_STRINGS, Listed, StopString
+from moe_lora.serve.openai.protocol import MAX_STOP_STRINGS, THINKING, Listed, StopString
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -106,7 +106,7 @@ class MessagesChat(ConvertedChat):
         chat["thinking_token_budget"] = None if cls is CountedChat else budget
         given = chat.get("chat_template_kwargs")
         if thinks is not None and isinstance(given, dict | None):
-            chat["chat_template_kwargs"] = {"enable_thinking": thinks, **(given or {})}
+            chat["chat_template_kwargs"] = {**dict.fromkeys(THINKING, thinks), **(given or {})}
         return cls.from_chat(chat, [*body.unknown_fields(), *unknown], {})
 
 
@@ -248,7 +248,7 @@ def _output(body: MessagesBody, unknown: dict[str, None]) -> dict[str, Any]:
 
 
 def _thinking(given: dict[str, Any] | None, unknown: dict[str, None]) -> tuple[bool | None, int | None]:
-    """The template's `enable_thinking` (None: the default), and the reasoning's limit."""
+    """The template's `THINKING` (None: the default), and the reasoning's limit."""
     if given is None:
         return None, None
     with Fields(given, "thinking", unknown) as thinking:

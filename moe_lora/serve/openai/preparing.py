@@ -31,6 +31,7 @@ from .fields import shown_name
 from .protocol import (
     PROMPT_FIELDS,
     STRUCTURED_FIELDS,
+    THINKING,
     ChatRequest,
     CompletionRequest,
     SamplingFields,
@@ -352,9 +353,23 @@ def rendered(body: ChatRequest, tokenizer: Tokenizer) -> str:
             continue_final_message=continues,
             variables=body.template_variables,
         )
+        if (field := body.thinking_field) is not None:
+            _check_read(field, body, tokenizer)
         return whole_characters(text)
     except (ValueError, RecursionError) as error:
         raise bad_request(str(error), error.param if isinstance(error, FieldError) else "messages") from error
+
+
+def _check_read(field: str, body: ChatRequest, tokenizer: Tokenizer) -> None:
+    """Raises FieldError for a template without a variable of `THINKING`."""
+    templates = tokenizer.chat_templates
+    if templates is None or not templates.reads(body.chat_template or None, body.tools).isdisjoint(THINKING):
+        return
+    raise FieldError(
+        field,
+        f"{field} has no effect: the chat template reads neither {' nor '.join(THINKING)}; leave it out, or "
+        "set the template's own variable in chat_template_kwargs",
+    )
 
 
 def _check_work(

@@ -24,10 +24,13 @@ from .protocol import (
     MAX_MODEL_CHARS,
     MAX_PRIORITY,
     MAX_SALT_CHARS,
+    THINKING,
     ApiRequest,
     ChatRequest,
     Listed,
+    ReasoningEffort,
     Text,
+    Thinking,
     Timeout,
     TokenId,
 )
@@ -38,7 +41,8 @@ if TYPE_CHECKING:
     from moe_lora.engine.text.text import Tokenizer
     from moe_lora.serve.frontend import Frontend
 
-_CHAT = ("chat_template", "chat_template_kwargs", "tools")
+_OF_CHATS = ("reasoning_effort", *THINKING)
+_CHAT = ("chat_template", "chat_template_kwargs", "tools", *_OF_CHATS)
 EMBEDDING_ONLY = ("dimensions", "encoding_format", "embed_dtype", "endianness", "use_activation", "normalize")
 """Fields of embeddings, meaningless in a chat."""
 MAX_INPUTS = 2048
@@ -60,6 +64,9 @@ class PromptBody(ApiRequest):
     chat_template: Text | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Listed[dict[str, Any]] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    enable_thinking: bool | None = None
+    thinking: Thinking = None
 
     def texts(self, tokenizer: Tokenizer | None) -> list[str | list[int]]:
         """Prompts as texts or token ids.  Raises ApiError."""
@@ -73,6 +80,9 @@ class PromptBody(ApiRequest):
             if not self.conversations:
                 raise bad_request("messages is empty; give at least one message", "messages")
             return [rendered(self._chat(one), tokenizer) for one in self.conversations]
+        for name in _OF_CHATS:
+            if getattr(self, name) not in (None, "none"):
+                raise bad_request(f"{name} needs messages; leave it out", name)
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]
         if not (given and all(given)) and not self.may_be_empty:

@@ -154,9 +154,25 @@ MAX_TERMS, MAX_WEIGHT = 8, 1e4
 NO_SEED = -1
 """"No seed" in clients of several servers."""
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-_THINKING = {"type": "enabled"}, {"type": "disabled"}
+THINKING = ("enable_thinking", "thinking")
+"""Fields of chats, and variables of templates, with one effect."""
 _TEMPLATE_FIELDS = ("documents", "reasoning_effort", "tools")
 Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
+
+
+def _as_bool(value: Any) -> Any:
+    """A boolean for the forms of `thinking`.  Raises FieldError for other objects."""
+    forms = {"enabled": True, "disabled": False}
+    if not isinstance(value, dict) or not value:
+        return None if value == {} else value
+    kind = value.get("type")
+    if len(value) > 1 or not isinstance(kind, str) or kind not in forms:
+        what = 'thinking must be {"type": "enabled"} or {"type": "disabled"}'
+        raise FieldError("thinking", f"{what}; thinking_token_budget limits it")
+    return forms[kind]
+
+
+Thinking = Annotated[bool | dict[str, Any] | None, AfterValidator(_as_bool)]
 
 
 class StreamOptions(PeerModel):
@@ -443,7 +459,7 @@ class ChatRequest(SamplingFields):
     reasoning_effort: ReasoningEffort | None = None
     thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
     enable_thinking: bool | None = None
-    thinking: bool | dict[str, Any] | None = None
+    thinking: Thinking = None
     kv_transfer_params: dict[str, Any] | None = None
 
     @property
@@ -461,33 +477,35 @@ class ChatRequest(SamplingFields):
         return (self,)
 
     @property
+    def thinking_field(self) -> str | None:
+        """The field that turns reasoning on or off, if any."""
+        return next((name for name in THINKING if getattr(self, name) is not None), None)
+
+    @property
     def template_variables(self) -> dict[str, Any]:
         """chat_template_kwargs, with the request's fields.
 
-        reasoning_effort "none" also sets enable_thinking=false for other templates.
+        A template reads one of the variables THINKING; reasoning_effort "none" sets these too.
         """
         fields = ("documents", "reasoning_effort") if not self.tools else _TEMPLATE_FIELDS
         given = {name: value for name in fields if (value := getattr(self, name)) is not None}
-        thinks = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
-        return {**thinks, **(self.chat_template_kwargs or {}), **given}
+        if (name := self.thinking_field) is not None:
+            given |= dict.fromkeys(THINKING, getattr(self, name))
+        quiet = dict.fromkeys(THINKING, False) if self.reasoning_effort == "none" else {}
+        return {**quiet, **(self.chat_template_kwargs or {}), **given}
 
     @model_validator(mode="after")
-    def _read_thinking(self) -> Self:
-        """Sets enable_thinking in chat_template_kwargs."""
-        for name in ("enable_thinking", "thinking"):
-            value = getattr(self, name)
-            if value in (None, {}):
-                continue
-            if isinstance(value, dict):
-                if value not in _THINKING:
-                    what = 'thinking must be {"type": "enabled"} or {"type": "disabled"}'
-                    raise FieldError(name, f"{what}; thinking_token_budget limits it")
-                value = value == _THINKING[0]
-            variables = self.chat_template_kwargs or {}
-            if variables.get("enable_thinking") not in (None, value):
-                what = f"{name} contradicts enable_thinking; send one of them, or the same in both"
-                raise FieldError(name, what)
-            self.chat_template_kwargs = {**variables, "enable_thinking": value}
+    def _check_thinking(self) -> Self:
+        """Refuses contradictions."""
+        name, variables = self.thinking_field, self.chat_template_kwargs or {}
+        if name is None:
+            return self
+        asked, quiet = getattr(self, name), False if self.reasoning_effort == "none" else None
+        others = {"thinking": self.thinking, "reasoning_effort": quiet}
+        others |= {f"chat_template_kwargs.{one}": variables.get(one) for one in THINKING}
+        for other, value in others.items():
+            if value not in (None, asked):
+                raise FieldError(name, f"{name} contradicts {other}; send one of them, or the same in both")
         return self
 
     @model_validator(mode="after")

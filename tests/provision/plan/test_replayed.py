@@ -106,6 +106,16 @@ def test_a_scaled_trace_loses_the_days_curve_and_keeps_bursts() -> None:
     assert np.mean(np.diff(times) < 1e-9) == pytest.approx(0.1, rel=0.1)
 
 
+def test_a_day_of_steps_has_the_plans_rate_up_to_each_step() -> None:
+    """Runs over the trace end where its steps do."""
+    gaps = [1 / rate for step in range(12) for rate in [20.0 if step % 2 else 1.0] * 1000]
+    rows = tuple(TraceRequest(at_s, 300, 20) for at_s in np.cumsum(gaps).tolist())
+    given = inputs(output_tokens=20.0, rate_per_s=12.0)
+    load = planned_load(given, 12.0, Trace("t", "own", rows), num_requests=4000)
+    times = np.array([one.arrival_s for one in load.requests["scaled"]])
+    assert 334 / np.diff(times[::334]) == pytest.approx(np.full(11, 12.0), rel=0.01)
+
+
 def test_other_seeds_draw_other_arrivals_and_adapters(trace: Path) -> None:
     given = inputs(rate_per_s=60.0)
     one, other = (

@@ -183,15 +183,19 @@ def types_of(schema: Any, name: str) -> frozenset[str]:
 
 def resolved(schema: Any, root: Any) -> Any:
     """The schema with the keywords of a local `$ref`, or of the only member of `allOf`."""
-    for _ in range(MAX_REFERENCES):
-        if not isinstance(schema, dict):
-            break
+    seen = {id(schema)}
+    while isinstance(schema, dict) and len(seen) <= MAX_REFERENCES:
         key, found = "$ref", target(schema, root)
         if found is None and isinstance(members := schema.get("allOf"), list) and len(members) == 1:
             key, found = "allOf", members[0]
-        if not isinstance(found, dict):
+        if not isinstance(found, dict) or id(found) in seen:
             break
-        schema = {**found, **{name: value for name, value in schema.items() if name != key}}
+        if len(seen) == 1:
+            schema = schema.copy()
+        seen.add(id(found))
+        del schema[key]
+        for name, value in found.items():
+            schema.setdefault(name, value)
     return schema
 
 
