@@ -18,6 +18,7 @@ from anyio import fail_after
 from moe_lora.api import InProcessClient
 from moe_lora.core.errors import EngineDeadError, PeerGoneError
 from moe_lora.core.request import GenerateRequest, TokenOutput, token_work
+from moe_lora.dist.cluster import migration
 from moe_lora.dist.cluster.migration import RequestMover
 from moe_lora.dist.cluster.routing_client import FleetClient
 from moe_lora.engine.build import build_engine
@@ -52,6 +53,13 @@ def both_engines(**decode: Any) -> Iterator[list[InProcessClient]]:
     finally:
         for client in clients:
             client.shut_down()
+
+
+@pytest.fixture(autouse=True)
+def moves_have_time(monkeypatch):
+    """A busy machine is slow: the answer went on at the prompt's instance after 5 s."""
+    monkeypatch.setattr(migration, "ACK_S", PATIENCE_S)
+    monkeypatch.setattr(migration, "READY_S", PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
