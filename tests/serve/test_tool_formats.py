@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import warnings
 from enum import Enum
 from itertools import product
 from typing import get_args
@@ -18,7 +20,7 @@ from moe_lora.serve.openai.parsers import TOOL_FORMATS, parser_class, tagged_cal
 from moe_lora.serve.openai.parsers.answers import ParsedChoice
 from moe_lora.serve.openai.parsers.choice import AnswerParsers
 from moe_lora.serve.openai.parsers.machine import Kind
-from moe_lora.serve.openai.parsers.tagged_calls import STRING, types_of
+from moe_lora.serve.openai.parsers.tagged_calls import STRING, as_json, types_of
 from moe_lora.serve.openai.parsers.thinking import REASONING_FORMATS
 from tests.grids import diagonal, with_quick
 
@@ -411,13 +413,19 @@ def test_a_large_schema_behind_many_references_is_read_once():
     assert types_of({"properties": {"a": {"anyOf": options}}, "$defs": chain}, "a") == {"string"}
 
 
-def test_types_of_an_argument_are_read_once_per_call(monkeypatch):
-    read = []
-    monkeypatch.setattr(tagged_calls, "types_of", lambda schema, name: read.append(name) or STRING)
+def test_types_of_an_argument_and_a_root_are_read_once_per_parser(monkeypatch):
+    """A large root behind references costs its reading for each answer, not for each name and call."""
+    read, roots = [], []
+    monkeypatch.setattr(tagged_calls, "_types", lambda schema, root: read.append(schema) or STRING)
+    whole = tagged_calls.resolved
+    monkeypatch.setattr(tagged_calls, "resolved", lambda *given: roots.append(given) or whole(*given))
     argument = "<arg_key>{}</arg_key><arg_value>1</arg_value>"
-    text = f"<tool_call>f{''.join(map(argument.format, 'abaab'))}</tool_call>"
-    AnswerParsers(tool_format="glm4", tools={"f": {}}).new().push(text)
-    assert read == ["a", "b"]
+    call = "<tool_call>{}" + "".join(map(argument.format, "abaab")) + "</tool_call>"
+    root = {"$ref": "#/$defs/o", "$defs": {"o": {"properties": {"a": "of a", "b": "of b"}}}}
+    parser = AnswerParsers(tool_format="glm4", tools={"f": root, "g": {}}).new()
+    parser.push("".join(map(call.format, "fgffg")))
+    assert read == ["of a", "of b"]
+    assert roots == [(root, root), ({}, {})]
 
 
 @pytest.mark.parametrize(
@@ -429,6 +437,11 @@ def test_types_of_an_argument_are_read_once_per_call(monkeypatch):
         *((text, text) for text in ("{[1]: 'a'}", "['\0']", "[" * 900, f"[{'-' * 9000}'a']")),
         *((text, text) for text in (r"['\ud83d']", r"{'\ud83d': 1}")),
         (r"['\u00fc']", ["\u00fc"]),
+        (r"['C:\data', '\d+\.']", [r"C:\data", r"\d+\."]),
+        (r"""['\x41\101\n\'', "\U0001f600"]""", ["AA\n'", "\U0001f600"]),
+        ("['True, ]', 1e3 , ]", ["True, ]", 1000.0]),
+        ("{'a': [1,],}", {"a": [1]}),
+        *((text, text) for text in ("[,]", "[1,,]", "['a", r"[\'a']", r"['\x4']", "[r'a']", "['a' 'b']")),
     ],
 )
 def test_python_lists_and_objects_are_json(text, expected):
@@ -443,6 +456,28 @@ def test_python_lists_and_objects_are_json(text, expected):
     given = read("glm4", schema, dict.fromkeys(schema["properties"], text))
     assert (given["many"], given["text"]) == (expected, text)
     assert given["other"] == (expected if isinstance(expected, list) else text)
+
+
+WORDS = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\\'\"\n,]}"))
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | WORDS,
+    lambda inner: st.lists(inner) | st.dictionaries(WORDS, inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(JSON))
+def test_what_python_prints_is_read_as_python_reads_it(value):
+    text = as_json(repr(value), frozenset({"array"}))
+    assert json.loads(text) == ast.literal_eval(repr(value))
+
+
+def test_a_wrong_escape_warns_nobody():
+    """Python's parser writes a SyntaxWarning to the log, and fails under -W error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert json.loads(as_json(r"['\d']", frozenset({"array"}))) == [r"\d"]
 
 
 @pytest.mark.parametrize("name", REASONING_FORMATS)

@@ -27,7 +27,7 @@ from moe_lora.provision.replayed.system_config import (
 from moe_lora.workload.popularity.popularity import Popularity
 from moe_lora.workload.replay_plan import PlannedRequest, make_plan
 from moe_lora.workload.traces.records import Trace, TraceRequest
-from moe_lora.workload.traces.traces import PARTS, spread
+from moe_lora.workload.traces.traces import PARTS, runs_of, spread
 
 from .cluster_size import Cluster
 from .coupled import Apart, Coupled, sizing_of
@@ -117,7 +117,8 @@ def planned_load(
         arrivals="gamma", request_rate_per_s=rate_per_s, num_requests=num_requests, seed=seed
     )
     repeated = replace(trace, requests=tuple(islice(_repeated(trace.requests), num_requests)))
-    even = _even(repeated) if len(trace.requests) * PARTS > num_requests else repeated
+    runs = runs_of(total, num_requests) if total >= num_requests else runs_of(num_requests, num_requests)
+    even = _even(repeated, runs) if len(trace.requests) * PARTS > num_requests else repeated
     return PlannedLoad(
         rate_per_s=rate_per_s,
         requests={
@@ -129,10 +130,10 @@ def planned_load(
     )
 
 
-def _even(trace: Trace) -> Trace:
-    """The same rate in each of PARTS runs: a day's curve goes, bursts within a run stay."""
-    last = len(trace.requests) - 1
-    ends = np.minimum(np.arange(PARTS + 1) * -(-len(trace.requests) // PARTS), last)
+def _even(trace: Trace, runs: Sequence[int]) -> Trace:
+    """The same rate in each run: a day's curve goes, bursts within a run stay."""
+    number = len(trace.requests)
+    ends = np.array([0, *np.flatnonzero(np.diff(np.resize(runs, number))), number - 1])
     times = np.array([one.arrival_s for one in trace.requests])
     pairs = zip(trace.requests, np.interp(times, times[ends], ends).tolist(), strict=True)
     return replace(trace, requests=tuple(replace(one, arrival_s=at_s) for one, at_s in pairs))

@@ -130,6 +130,11 @@ def spread(requests: Iterable[TraceRequest], total: int, most: int) -> Iterator[
         before_s = one.arrival_s
 
 
+def runs_of(total: int, most: int) -> list[int]:
+    """The run of each request of `spread`."""
+    return [index * PARTS // total for index in range(total) if index * PARTS % total < most]
+
+
 def read_trace(path: str | Path, format: str | None = None) -> Trace:
     """The whole trace in memory.  Raises ValueError as `iter_trace`."""
     name = format or detect_format(path)

@@ -28,7 +28,7 @@ from moe_lora.provision.plan.verify import (
 )
 from moe_lora.workload.replay_plan import PlannedRequest
 from moe_lora.workload.traces.records import Trace, TraceRequest
-from moe_lora.workload.traces.traces import read_trace
+from moe_lora.workload.traces.traces import PARTS, read_trace
 
 from .plans import inputs, prompt_load, zipf
 
@@ -114,6 +114,18 @@ def test_a_day_of_steps_has_the_plans_rate_up_to_each_step() -> None:
     load = planned_load(given, 12.0, Trace("t", "own", rows), num_requests=4000)
     times = np.array([one.arrival_s for one in load.requests["scaled"]])
     assert 334 / np.diff(times[::334]) == pytest.approx(np.full(11, 12.0), rel=0.01)
+
+
+@pytest.mark.parametrize("total", [4003, 6001, 12_000])
+def test_each_run_of_a_spread_trace_has_the_plans_rate(total: int) -> None:
+    """Runs differ in length; the first request of a run comes after a time of this run."""
+    every = [index * PARTS // total for index in range(total)]
+    times = np.cumsum([1.0 if run % 2 else 0.05 for run in every])
+    rows = tuple(TraceRequest(at_s, 300, 20) for at_s in times.tolist())
+    given = inputs(output_tokens=20.0, rate_per_s=12.0)
+    load = planned_load(given, 12.0, Trace("t", "own", rows), num_requests=4000)
+    gaps = np.diff([one.arrival_s for one in load.requests["scaled"]])
+    assert gaps == pytest.approx(np.full(3999, 1 / 12.0), rel=0.002)
 
 
 def test_other_seeds_draw_other_arrivals_and_adapters(trace: Path) -> None:

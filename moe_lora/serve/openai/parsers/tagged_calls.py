@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Mapping
@@ -19,6 +18,14 @@ MAX_REFERENCES = 64
 _STATING = {"$ref", "allOf", "anyOf", "const", "enum", "oneOf", "type"}
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 """Python's words for JSON's."""
+_PYTHON = re.compile(
+    r"""(?P<text>"(?:[^"\\\n\r\0]|\\.)*"|'(?:[^'\\\n\r\0]|\\.)*')|(?P<wrong>["'\\])"""
+    r"""|\b(?P<word>True|False|None)\b|(?<=[\w.'"\]}])(?P<last>\s*,)(?=\s*[\]}])""",
+    re.DOTALL,
+)
+"""Parts of Python's lists and objects that JSON writes otherwise."""
+_ESCAPE = re.compile(r"\\(?:([0-7]{1,3})|x([\da-fA-F]{2})|u([\da-fA-F]{4})|U([\da-fA-F]{8})|(.))", re.DOTALL)
+_ESCAPED = dict(zip("\\'\"abfnrtv\n", [*"\\'\"\a\b\f\n\r\t\v", ""], strict=True))
 
 
 class TaggedCalls(Parser):
@@ -44,10 +51,9 @@ class TaggedCalls(Parser):
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(tools)
-        self._schema: Any = None
+        self._schemas: dict[str, ToolSchema] = {}
         self._separator = ""
         self._types = STRING
-        self._known: dict[str, frozenset[str]] = {}
         self._held: list[str] = []
         """Pieces of a value, and their length."""
         self._num_held = 0
@@ -62,8 +68,11 @@ class TaggedCalls(Parser):
             self._reject()
             return True
         self._consume(found.end())
-        self._schema, self._separator, self._known = self._tools.get(found[1]), "", {}
-        self._start_call(found[1])
+        name, self._separator = found[1], ""
+        if name not in self._schemas:
+            self._schemas[name] = ToolSchema(self._tools.get(name))
+        self._schema = self._schemas[name]
+        self._start_call(name)
         self._emit("arguments", "{")
         self._state = self._argument
         return True
@@ -74,9 +83,7 @@ class TaggedCalls(Parser):
         found = None if gap > MAX_GAP_CHARS else self.ARGUMENT.match(self._rest, 0, MAX_HEADER_CHARS)
         if found is not None:
             self._consume(found.end())
-            if found[1] not in self._known:
-                self._known[found[1]] = types_of(self._schema, found[1])
-            self._types = self._known[found[1]]
+            self._types = self._schema.types(found[1])
             self._emit("arguments", f"{self._separator}{json.dumps(found[1], ensure_ascii=False)}: ")
             self._separator, self._state = ", ", self._value
             return True
@@ -172,13 +179,27 @@ def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
+class ToolSchema:
+    """Types of a tool's arguments, each read once."""
+
+    def __init__(self, schema: Any) -> None:
+        self._root = schema
+        found = resolved(schema, schema)
+        properties = found.get("properties") if isinstance(found, dict) else None
+        self._properties = properties if isinstance(properties, dict) else {}
+        self._known: dict[str, frozenset[str]] = {}
+
+    def types(self, name: str) -> frozenset[str]:
+        """JSON types of an argument: `ANY` without a statement, string outside the schema."""
+        if name not in self._properties:
+            return STRING
+        if name not in self._known:
+            self._known[name] = _types(self._properties[name], self._root)
+        return self._known[name]
+
+
 def types_of(schema: Any, name: str) -> frozenset[str]:
-    """JSON types of an argument: `ANY` without a statement, string outside the schema."""
-    found = resolved(schema, schema)
-    properties = found.get("properties") if isinstance(found, dict) else None
-    if not isinstance(properties, dict) or name not in properties:
-        return STRING
-    return _types(properties[name], schema)
+    return ToolSchema(schema).types(name)
 
 
 def resolved(schema: Any, root: Any) -> Any:
@@ -277,9 +298,28 @@ def _python_literal(text: str, types: frozenset[str]) -> Any:
     if types.isdisjoint({"array", "object"}) or not text.startswith(("[", "{")):
         return None
     try:
-        value = ast.literal_eval(text)
-        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
-        is_json = json.loads(text.encode()) == value
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        value = json.loads(_PYTHON.sub(_in_json, text), parse_constant=_no_constant)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, OverflowError, RecursionError):
         return None
-    return value if is_json and _type_of(value) in types else None
+    return value if _type_of(value) in types else None
+
+
+def _in_json(part: re.Match[str]) -> str:
+    """Raises ValueError for an open text."""
+    if part["wrong"]:
+        raise ValueError(part["wrong"])
+    if part["text"]:
+        return json.dumps(_ESCAPE.sub(_character, part["text"][1:-1]))
+    return _WORDS[part["word"]] if part["word"] else ""
+
+
+def _character(escape: re.Match[str]) -> str:
+    """Wrong escapes stay.  Raises ValueError for incomplete or named escapes."""
+    octal, *codes, other = escape.groups()
+    code = next(filter(None, codes), None)
+    if octal or code:
+        return chr(int(octal, 8) if octal else int(code, 16))
+    if other in "xuUN":
+        raise ValueError(escape[0])
+    return _ESCAPED.get(other, escape[0])
