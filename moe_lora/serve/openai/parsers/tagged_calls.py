@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar
 from urllib.parse import unquote
@@ -18,14 +20,6 @@ MAX_REFERENCES = 64
 _STATING = {"$ref", "allOf", "anyOf", "const", "enum", "oneOf", "type"}
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 """Python's words for JSON's."""
-_PYTHON = re.compile(
-    r"""(?P<text>"(?:[^"\\\n\r\0]|\\.)*"|'(?:[^'\\\n\r\0]|\\.)*')|(?P<wrong>["'\\])"""
-    r"""|\b(?P<word>True|False|None)\b|(?<=[\w.'"\]}])(?P<last>\s*,)(?=\s*[\]}])""",
-    re.DOTALL,
-)
-"""Parts of Python's lists and objects that JSON writes otherwise."""
-_ESCAPE = re.compile(r"\\(?:([0-7]{1,3})|x([\da-fA-F]{2})|u([\da-fA-F]{4})|U([\da-fA-F]{8})|(.))", re.DOTALL)
-_ESCAPED = dict(zip("\\'\"abfnrtv\n", [*"\\'\"\a\b\f\n\r\t\v", ""], strict=True))
 
 
 class TaggedCalls(Parser):
@@ -199,6 +193,7 @@ class ToolSchema:
 
 
 def types_of(schema: Any, name: str) -> frozenset[str]:
+    """JSON types of an argument, as `ToolSchema.types`."""
     return ToolSchema(schema).types(name)
 
 
@@ -298,28 +293,11 @@ def _python_literal(text: str, types: frozenset[str]) -> Any:
     if types.isdisjoint({"array", "object"}) or not text.startswith(("[", "{")):
         return None
     try:
-        value = json.loads(_PYTHON.sub(_in_json, text), parse_constant=_no_constant)
-        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-    except (ValueError, OverflowError, RecursionError):
+        with warnings.catch_warnings():  # of wrong escapes
+            warnings.simplefilter("ignore")
+            value = ast.literal_eval(text)
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+        is_json = json.loads(text.encode()) == value
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
-    return value if _type_of(value) in types else None
-
-
-def _in_json(part: re.Match[str]) -> str:
-    """Raises ValueError for an open text."""
-    if part["wrong"]:
-        raise ValueError(part["wrong"])
-    if part["text"]:
-        return json.dumps(_ESCAPE.sub(_character, part["text"][1:-1]))
-    return _WORDS[part["word"]] if part["word"] else ""
-
-
-def _character(escape: re.Match[str]) -> str:
-    """Wrong escapes stay.  Raises ValueError for incomplete or named escapes."""
-    octal, *codes, other = escape.groups()
-    code = next(filter(None, codes), None)
-    if octal or code:
-        return chr(int(octal, 8) if octal else int(code, 16))
-    if other in "xuUN":
-        raise ValueError(escape[0])
-    return _ESCAPED.get(other, escape[0])
+    return value if is_json and _type_of(value) in types else None
