@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -82,6 +83,7 @@ def read_lines(
     most: requests and wrong lines, and as many empty lines.  Raises FileTooLongError.
     """
     found, numbers, first = BatchLines(), dict[str, int](), dict[str, int]()
+    wrong = Counter[str | None]()
     for number, (offset, text) in enumerate(_texts(file, most_line_bytes), 1):
         is_empty = not text.strip()
         if number > 2 * most or (not is_empty and len(found.lines) + found.num_wrong >= most):
@@ -98,6 +100,7 @@ def read_lines(
         except (ValueError, RecursionError) as error:
             what = "too many nested lists" if isinstance(error, RecursionError) else str(error)
             found.num_wrong += 1
+            wrong[custom_id] += 1
             if len(found.problems) < MAX_PROBLEMS:
                 found.problems.append(WrongLine(number, what, custom_id))
             continue
@@ -105,7 +108,8 @@ def read_lines(
         first.setdefault(model, number)
         found.lines.append(BatchLine(number, offset + start, size, custom_id, url, model))
     found.problems = [
-        one._replace(custom_id=None) if one.custom_id in numbers else one for one in found.problems
+        one._replace(custom_id=None) if one.custom_id in numbers or wrong[one.custom_id] > 1 else one
+        for one in found.problems
     ]
     found.lines.sort(key=lambda line: first[line.model])
     return found

@@ -231,9 +231,10 @@ def test_lines_run_in_order_some_at_once_until_the_first_error():
     assert (begun[6:], running) == ([7], 0)
 
 
-def test_a_wrong_line_has_its_readable_id_unless_another_request_has_it():
+def test_a_wrong_line_has_its_readable_id_unless_another_line_has_it():
     wrong = {"url": "/v1/other"}
     text = line("a", **wrong) + line("b") + line("b", **wrong) + line("c") * 2 + line(5) + b"nonsense\n"
+    text += line("d", **wrong) * 2
     found = read_lines(io.BytesIO(text))
     assert [one.custom_id for one in found.lines] == ["b", "c"]
     assert [(one.number, one.custom_id) for one in found.problems] == [
@@ -242,4 +243,6 @@ def test_a_wrong_line_has_its_readable_id_unless_another_request_has_it():
         (5, None),
         (6, None),
         (7, None),
+        (8, None),
+        (9, None),
     ]
