@@ -131,7 +131,7 @@ class Merging:
         """Without requests: unmerge an unloaded adapter."""
         carried = self._carried
         if carried is not None and (carried.retired or self._is_off) and not carried.num_running:
-            self._move(None, at_once=True)
+            self.give_up()
 
     def give_up(self) -> None:
         """Unmerge at once: the merged adapter's pages are wanted."""

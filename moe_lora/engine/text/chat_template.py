@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -206,6 +206,7 @@ class ChatTemplates:
         self._folder = folder
         self._special_tokens = dict(special_tokens)
         self._compiled: dict[str, _Template] = {}
+        self._names: dict[str, frozenset[str]] = {}
         self._lock = threading.Lock()
 
     def compile(self) -> None:
@@ -252,7 +253,10 @@ class ChatTemplates:
 
     def reads(self, name: str | None, tools: Any = None) -> frozenset[str]:
         """Variables that the template reads, chosen as in `render`."""
-        return undeclared_names(self.source(name, tools))
+        chosen = self._chosen(name, tools)
+        if chosen not in self._names:
+            self._names[chosen] = undeclared_names(self.sources[chosen])
+        return self._names[chosen]
 
     def _chosen(self, name: str | None, tools: Any) -> str:
         names = ", ".join(sorted(self.sources))
@@ -287,7 +291,6 @@ class ChatTemplates:
         return template
 
 
-@lru_cache(maxsize=64)
 def undeclared_names(source: str) -> frozenset[str]:
     """Variables of a template without its own value; empty for invalid Jinja."""
     from jinja2.meta import find_undeclared_variables
