@@ -412,19 +412,13 @@ def test_a_large_schema_behind_many_references_is_read_once():
     assert types_of({"properties": {"a": {"anyOf": options}}, "$defs": chain}, "a") == {"string"}
 
 
-def test_types_of_an_argument_and_a_root_are_read_once_per_parser(monkeypatch):
-    """A large root behind references costs its reading for each answer, not for each name and call."""
-    read, roots = [], []
-    monkeypatch.setattr(tagged_calls, "_types", lambda schema, root: read.append(schema) or STRING)
-    whole = tagged_calls.resolved
-    monkeypatch.setattr(tagged_calls, "resolved", lambda *given: roots.append(given) or whole(*given))
+def test_types_of_an_argument_are_read_once_per_call(monkeypatch):
+    read = []
+    monkeypatch.setattr(tagged_calls, "types_of", lambda schema, name: read.append(name) or STRING)
     argument = "<arg_key>{}</arg_key><arg_value>1</arg_value>"
-    call = "<tool_call>{}" + "".join(map(argument.format, "abaab")) + "</tool_call>"
-    root = {"$ref": "#/$defs/o", "$defs": {"o": {"properties": {"a": "of a", "b": "of b"}}}}
-    parser = AnswerParsers(tool_format="glm4", tools={"f": root, "g": {}}).new()
-    parser.push("".join(map(call.format, "fgffg")))
-    assert read == ["of a", "of b"]
-    assert roots == [(root, root), ({}, {})]
+    text = f"<tool_call>f{''.join(map(argument.format, 'abaab'))}</tool_call>"
+    AnswerParsers(tool_format="glm4", tools={"f": {}}).new().push(text)
+    assert read == ["a", "b"]
 
 
 @pytest.mark.parametrize(

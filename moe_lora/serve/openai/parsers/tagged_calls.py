@@ -45,9 +45,10 @@ class TaggedCalls(Parser):
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         super().__init__(tools)
-        self._schemas: dict[str, ToolSchema] = {}
+        self._schema: Any = None
         self._separator = ""
         self._types = STRING
+        self._known: dict[str, frozenset[str]] = {}
         self._held: list[str] = []
         """Pieces of a value, and their length."""
         self._num_held = 0
@@ -62,11 +63,8 @@ class TaggedCalls(Parser):
             self._reject()
             return True
         self._consume(found.end())
-        name, self._separator = found[1], ""
-        if name not in self._schemas:
-            self._schemas[name] = ToolSchema(self._tools.get(name))
-        self._schema = self._schemas[name]
-        self._start_call(name)
+        self._schema, self._separator, self._known = self._tools.get(found[1]), "", {}
+        self._start_call(found[1])
         self._emit("arguments", "{")
         self._state = self._argument
         return True
@@ -77,7 +75,9 @@ class TaggedCalls(Parser):
         found = None if gap > MAX_GAP_CHARS else self.ARGUMENT.match(self._rest, 0, MAX_HEADER_CHARS)
         if found is not None:
             self._consume(found.end())
-            self._types = self._schema.types(found[1])
+            if found[1] not in self._known:
+                self._known[found[1]] = types_of(self._schema, found[1])
+            self._types = self._known[found[1]]
             self._emit("arguments", f"{self._separator}{json.dumps(found[1], ensure_ascii=False)}: ")
             self._separator, self._state = ", ", self._value
             return True
@@ -173,28 +173,13 @@ def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-class ToolSchema:
-    """Types of a tool's arguments, each read once."""
-
-    def __init__(self, schema: Any) -> None:
-        self._root = schema
-        found = resolved(schema, schema)
-        properties = found.get("properties") if isinstance(found, dict) else None
-        self._properties = properties if isinstance(properties, dict) else {}
-        self._known: dict[str, frozenset[str]] = {}
-
-    def types(self, name: str) -> frozenset[str]:
-        """JSON types of an argument: `ANY` without a statement, string outside the schema."""
-        if name not in self._properties:
-            return STRING
-        if name not in self._known:
-            self._known[name] = _types(self._properties[name], self._root)
-        return self._known[name]
-
-
 def types_of(schema: Any, name: str) -> frozenset[str]:
-    """JSON types of an argument, as `ToolSchema.types`."""
-    return ToolSchema(schema).types(name)
+    """JSON types of an argument: `ANY` without a statement, string outside the schema."""
+    found = resolved(schema, schema)
+    properties = found.get("properties") if isinstance(found, dict) else None
+    if not isinstance(properties, dict) or name not in properties:
+        return STRING
+    return _types(properties[name], schema)
 
 
 def resolved(schema: Any, root: Any) -> Any:
