@@ -22,6 +22,7 @@ from moe_lora.adapters.contents import AdapterContents
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 from moe_lora.core.errors import AdapterError
 from moe_lora.core.wrong_files import read_config
+from tests.adapters.peft.mlx_files import as_mlx
 from tests.adapters.peft.test_columns import column_adapter
 from tests.adapters.peft.test_outer_sites import EMBEDDINGS, outer_adapter
 from tests.adapters.peft.test_stacked import STYLES, per_expert, rewritten, stacked
@@ -92,6 +93,21 @@ def of_all_experts(style: str, *, mixed: bool) -> Callable[[str, Path, Path], Fo
     return make
 
 
+def of_mlx(**config: Any) -> Callable[[str, Path, Path], Folders]:
+    """config: of LoraConfig."""
+
+    def make(family: str, base: Path, folder: Path) -> Folders:
+        if family in PER_EXPERT_FAMILIES:
+            plain, _ = single_experts(family, base, folder)
+            tensors = stacked(load_file(plain / WEIGHTS_FILE), "proj", shared=False)
+            return as_mlx(plain, folder / "mlx", family, tensors), plain
+        make = columns if config else of_peft
+        plain, _ = make(**config)(family, base, folder / "plain")
+        return as_mlx(plain, folder / "mlx", family), plain
+
+    return make
+
+
 def of_unsloth(layout: str | None) -> Callable[[str, Path, Path], Folders]:
     def make(family: str, base: Path, folder: Path) -> Folders:
         plain = make_adapter(family, base, folder / "plain", 3, scale=0.5)
@@ -135,6 +151,8 @@ FORMS = {
     "unsloth_unmarked": Form("Unsloth before 2026.9.6, no layout", of_unsloth(None), _FUSED),
     "tinker": Form("Tinker, raw", of_all_experts("w", mixed=False), PER_EXPERT_FAMILIES),
     "bridge": Form("Megatron-Bridge, shared outer", of_all_experts("", mixed=True), PER_EXPERT_FAMILIES),
+    "mlx": Form("mlx-lm", of_mlx(), (*DENSE_FAMILIES, *PER_EXPERT_FAMILIES)),
+    "mlx_dora": Form("mlx-lm, DoRA", of_mlx(use_dora=True), DENSE_FAMILIES),
     "head": Form("LoRA on `lm_head`", outer("lm_head")),
     "embedding": Form("LoRA on `embed_tokens`", outer("embed_tokens")),
     "mica": Form("MiCA", outer(init_lora_weights="mica")),

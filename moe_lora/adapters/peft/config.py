@@ -183,6 +183,11 @@ def refuse_unsupported(fields: dict[str, Any], where: str, subtracts: bool = Fal
 
     subtracts: the caller subtracts PiSSA's initial adapter.
     """
+    if "lora_parameters" in fields and "peft_type" not in fields:
+        raise AdapterError(
+            f"{where}: an adapter of mlx-lm, and PEFT's files are kept here; write them by moe-lora adapters "
+            "convert SRC DST --model BASE"
+        )
     if fields.get("peft_type") != "LORA":
         raise AdapterError(
             f"{where}: peft_type={shown(fields.get('peft_type'))} is not supported; only 'LORA' adapters are"

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
+import msgspec
 import numpy as np
 
 from moe_lora.core.errors import AdapterError
@@ -18,10 +19,14 @@ from moe_lora.core.wrong_files import TensorEntry, confined, header_entries, ope
 
 from .base import read_base
 from .config import AdapterConfig
-from .files import CONFIG_FILE, WEIGHTS_FILE, read_json, unreadable, weights_file
+from .files import CONFIG_FILE, MLX_FILE, MLX_KEY, WEIGHTS_FILE, read_json, unreadable, weights_file
 from .match import Match, check_rank, match
 from .places import STRANGERS, max_tensors
 
+if TYPE_CHECKING:
+    from .mlx import MlxConfig
+
+_FILES = (CONFIG_FILE, WEIGHTS_FILE, MLX_FILE)
 _HEADER_BYTES_PER_TENSOR = 512
 _HEADER_BYTES_BESIDE = 1 << 20
 _CHUNK_BYTES = 1 << 24
@@ -51,12 +56,16 @@ def check_adapter(
 
 @dataclass(frozen=True)
 class OpenAdapter:
-    """A PEFT folder that fits a model; values unread.  where: the tensor file's name in errors."""
+    """A PEFT folder that fits a model; values unread.
+
+    where: the tensor file's name in errors.  transposed: keys of entries that are stored transposed.
+    """
 
     weights: BinaryIO
     entries: dict[str, TensorEntry]
     match: Match
     where: str
+    transposed: Container[str] = ()
 
 
 @contextmanager
@@ -82,15 +91,25 @@ def opened(
         # Resolved once: a link changed between two reads would mix adapters.
         real = Path(os.path.realpath(folder))
         before = _stamps(real)
-        config = AdapterConfig.parse(read_json(real, shown, root), f"{shown}{CONFIG_FILE}", subtracts)
+        fields, config_where = read_json(real, shown, root), f"{shown}{CONFIG_FILE}"
+        mlx: MlxConfig | None = None
+        if isinstance(fields, dict) and MLX_KEY in fields and "peft_type" not in fields:
+            from .mlx import MlxConfig, as_peft
+
+            mlx = MlxConfig(fields, config_where)
+        config = AdapterConfig.parse(mlx.as_peft() if mlx else fields, config_where, subtracts)
         base = read_base(config, root, shape)
-        where = f"{shown}{WEIGHTS_FILE}"
-        with open_file(weights_file(real, shown), where, root) as weights:
+        path = mlx.weights_file(real, shown) if mlx else weights_file(real, shown)
+        where, transposed = f"{shown}{path.name}", frozenset[str]()
+        with open_file(path, where, root) as weights:
             _check_header_size(weights, shape, where)
             entries = header_entries(weights, where)
+            if mlx:
+                entries, transposed, targets = as_peft(entries, mlx, shape, where)
+                config = msgspec.structs.replace(config, target_modules=targets)
             found = match(entries, config, shape, where, base, base_dir)
             check_rank(found, max_lora_rank, where)
-            yield OpenAdapter(weights, entries, found, where)
+            yield OpenAdapter(weights, entries, found, where, transposed)
         after = _stamps(real)
     except OSError as error:
         raise unreadable(name, error) from error
@@ -102,7 +121,7 @@ def opened(
 
 def _stamps(folder: Path) -> list[tuple[int, int, int, int]]:
     """Values that change with a file."""
-    facts = [os.stat(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE) if (folder / name).exists()]
+    facts = [os.stat(folder / name) for name in _FILES if (folder / name).exists()]
     return [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in facts]
 
 

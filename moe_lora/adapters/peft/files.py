@@ -29,6 +29,8 @@ from .config import AdapterConfig, has_suffix
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+MLX_FILE, MLX_KEY = "adapters.safetensors", "lora_parameters"
+"""mlx-lm's tensors; a field of its CONFIG_FILE."""
 MAX_CONFIG_BYTES = 4 << 20
 """Largest adapter_config.json; naming each expert of a large model takes 1 MB."""
 _INDEX_FILE = f"{WEIGHTS_FILE}.index.json"

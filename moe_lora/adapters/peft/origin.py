@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .config import DETAIL_KEY, FLAT_KEY
+from .files import MLX_KEY
 from .match import Match
 from .names import TINKER_HEAD
 from .places import PairSource
@@ -74,6 +75,8 @@ def _replaced(rows: ReplacedRows) -> str:
 
 
 def _tool(fields: Mapping[str, Any], keys: tuple[str, ...], sources: list[PairSource]) -> str:
+    if MLX_KEY in fields:
+        return "mlx-lm"
     auto_mapping = fields.get("auto_mapping")
     marks = {*fields, *(auto_mapping if isinstance(auto_mapping, Mapping) else ())}
     if marks & {"unsloth_fixed", FLAT_KEY, DETAIL_KEY}:

@@ -72,8 +72,8 @@ def read_pairs(
     with opened(Path(path), shape, subtracts=subtracts, base_dir=base_dir) as found:
         if found.match.columns:
             raise AdapterError(
-                f"{found.where}: DoRA or lora_bias is PEFT's own form, and no plain pair computes it: there "
-                "is nothing to convert; serve the adapter as it is"
+                f"{found.where}: no plain pair computes DoRA or lora_bias, so there is nothing to convert; "
+                "serve the adapter as it is"
             )
         rows, dtype = found.match.replaced, torch.float32
         if not rows:
@@ -120,9 +120,11 @@ def _read_tensors(found: OpenAdapter, needed: int) -> dict[str, torch.Tensor]:
     for _, key in sorted((entry.span, key) for key, entry in entries.items()):
         entry = entries[key]
         dtype = getattr(torch, entry.dtype.removeprefix("torch."))
-        tensor = tensors[key] = torch.empty(entry.shape, dtype=dtype)
+        is_turned = key in found.transposed
+        tensor = torch.empty(entry.shape[::-1] if is_turned else entry.shape, dtype=dtype)
         found.weights.seek(entry.span[0])
         size = found.weights.readinto(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[attr-defined]
+        tensors[key] = tensor.T.contiguous() if is_turned else tensor
         if size != entry.span[1] - entry.span[0]:
             raise AdapterError(f"{found.where}: cut while it was read; load it again once it is whole")
     if found.match.tied:

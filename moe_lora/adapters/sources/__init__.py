@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
+from moe_lora.adapters.peft.files import CONFIG_FILE, MLX_FILE, WEIGHTS_FILE
 from moe_lora.core.errors import AdapterError, ConfigError, PeerUnreachableError
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 SCHEMES = {"hf": ".hub", "s3": ".objects", "gs": ".objects"}
 """Scheme of an address → module with `fetch`, imported when used."""
-NEEDED = (CONFIG_FILE, WEIGHTS_FILE)
 FURTHER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "adapter_model.safetensors.index.json"),
@@ -124,14 +123,15 @@ def hub_address(path: str, patterns: Iterable[str]) -> str | None:
 
 def check_files(address: str, sizes: dict[str, int | None], max_bytes: int) -> list[str]:
     """The names to fetch.  sizes: bytes by name.  Raises AdapterError."""
-    for name in NEEDED:
+    weights = MLX_FILE if MLX_FILE in sizes and WEIGHTS_FILE not in sizes else WEIGHTS_FILE
+    for name in (CONFIG_FILE, weights):
         if name not in sizes:
             listed = ", ".join(sorted(sizes)[:10]) or "no files"
             hint = ""
             if name == WEIGHTS_FILE and "adapter_model.bin" in sizes:
                 hint = "; adapter_model.bin is a pickle, which can run code, and is not read"
             raise AdapterError(f"{address} has no {name} (it has {listed}){hint}")
-    names = [name for name in (*NEEDED, *FURTHER) if name in sizes]
+    names = [name for name in (CONFIG_FILE, weights, *FURTHER) if name in sizes]
     unknown = [name for name in names if sizes[name] is None]
     if unknown:
         raise AdapterError(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
-from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE, adapter_folder
+from moe_lora.adapters.peft.files import CONFIG_FILE, MLX_FILE, WEIGHTS_FILE, adapter_folder
 from moe_lora.core.errors import (
     AdapterError,
     AdapterExistsError,
@@ -147,7 +147,7 @@ class AdapterLoads:
         self._root = frontend.cluster.engine.adapter_root
         self._loaded: dict[str, tuple[int, _Files]] = {}
         texts = TEXT_FILES if frontend.adapter_texts is not None else ()
-        self._patterns = [CONFIG_FILE, WEIGHTS_FILE, *texts, *(f"{name}/*" for name in texts)]
+        self._patterns = [CONFIG_FILE, WEIGHTS_FILE, MLX_FILE, *texts, *(f"{name}/*" for name in texts)]
 
     async def load(self, body: LoadAdapterRequest, *, in_place: bool) -> AdapterInfo:
         """Load the body's adapter; in_place: as a new version.  Raises ApiError."""
