@@ -223,6 +223,10 @@ def _pipelined(build: Build) -> Build:
     return replace(build, required=required, rings=tuple(rings))
 
 
+_FURTHER_HEADS = ((80, 1), (96, 1), (256, 2), (256, 8), (512, 8))
+"""Sizes and groups of further models; 512: of layers with global attention."""
+
+
 def attention_builds() -> list[Build]:
     """Writing K and V, decode with parts, tiles of prompts: head sizes and groups
     in bf16, one in other dtypes.
@@ -230,6 +234,10 @@ def attention_builds() -> list[Build]:
     cases = [
         ("bf16", head_dim, group, plain)
         for head_dim, group, plain in itertools.product((64, 128), (1, 4, 5, 8), (True, False))
+    ]
+    cases += [
+        ("bf16", head_dim, group, plain)
+        for (head_dim, group), plain in itertools.product(_FURTHER_HEADS, (True, False))
     ]
     cases += [(dtype, 128, 8, plain) for dtype, plain in itertools.product(("fp16", "fp32"), (True, False))]
     builds: list[Build] = []

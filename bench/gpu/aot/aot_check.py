@@ -40,9 +40,11 @@ def leave_in_cache(build: Build) -> None:
 def _compiled(build: Build) -> Any:
     from triton.runtime.driver import driver
 
+    from moe_lora.kernels.triton.configs import OPTIONS
+
     function = getattr(importlib.import_module(build.module), build.kernel)
     driver.set_active(_Hopper())
-    return function.warmup(*build.operands, grid=(1,), **build.meta)
+    return function.warmup(*build.operands, grid=(1,), **build.meta, **OPTIONS)
 
 
 def compile_build(build: Build) -> Compiled:

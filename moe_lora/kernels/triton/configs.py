@@ -258,6 +258,10 @@ def when_it_begins(kernel: Any, early: bool) -> dict[str, bool]:
     return {"DEPENDENT": True, "launch_pdl": True} if early else {"DEPENDENT": False}
 
 
+OPTIONS = {"enable_fp_fusion": True}
+"""Triton 3.10 changes the default, and with it the bits."""
+
+
 def start(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
     """Launch `programs` programs of a kernel.  meta: constants and compile options."""
     import triton
@@ -272,4 +276,4 @@ def start(kernel: Any, programs: int, *operands: Any, **meta: Any) -> None:
     with torch.cuda.device(device):
         # Device-made descriptors need memory; torch's allocator follows graph capture.
         triton.set_allocator(_scratch)
-        kernel[(programs,)](*operands, **meta)
+        kernel[(programs,)](*operands, **meta, **OPTIONS)

@@ -194,7 +194,20 @@ def test_prompts_attend_by_wgmma_and_decode_in_parts():
     builds = [build for build in aot.attention_builds() if build.kernel == "attend"]
     places = {(b.dtype, b.meta["HEAD_DIM"], b.meta["GROUP"], b.meta["SINGLE"]) for b in builds}
     assert places >= set(itertools.product(("bf16",), (64, 128), (1, 4, 5, 8), (True, False)))
-    assert all(("HGMMA" in b.required) == (not b.meta["SINGLE"] and b.dtype != "fp32") for b in builds)
+    assert {head_dim for _, head_dim, _, _ in places} == {64, 80, 96, 128, 256, 512}
+    wide = {b.label for b in builds if b.meta["HEAD_DIM"] > 256}
+    assert all(
+        ("HGMMA" in b.required) == (not b.meta["SINGLE"] and b.dtype != "fp32" and b.label not in wide)
+        for b in builds
+    )
+
+
+@pytest.mark.slow
+def test_the_widest_heads_fit_the_registers_and_the_shared_memory(cache):
+    """Prompts of 64 rows of 512 needed 263 KB of an SM's 232, so no prompt ran."""
+    wide = [b for b in aot.attention_builds() if b.kernel == "attend" and b.meta["HEAD_DIM"] > 256]
+    assert {b.meta["SINGLE"] for b in wide} == {False, True}
+    assert aot.check([b for b in wide if not b.meta["DEPENDENT"]], processes=1) == []
 
 
 @pytest.mark.slow

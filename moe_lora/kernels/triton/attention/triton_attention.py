@@ -43,7 +43,8 @@ def tiles_for(dtype: torch.dtype, head_dim: int, *, single: bool) -> AttentionTi
         stages = 2 if single else 1  # with 2, tiles of prompts with sinks and a window spill in Triton 3.6
         return AttentionTiles(block_m=_MIN_DOT, block_n=32, num_warps=8, num_stages=stages)
     if head_dim > 128:
-        block_m = _MIN_DOT if single else 64
+        several = 64 if head_dim <= 256 else 32  # 64 rows of 512 spill, and exceed the shared memory
+        block_m = _MIN_DOT if single else several
         return AttentionTiles(block_m=block_m, block_n=32, num_warps=4 if single else 8, num_stages=5)
     if single:
         return AttentionTiles(block_m=_MIN_DOT, block_n=128, num_warps=4, num_stages=3)
