@@ -73,7 +73,7 @@ def test_modules_named_on_pages_exist(page: Path) -> None:
         rf"(?<![\w./-])(?:moe_lora\.)?(?:{folders})(?:\.[A-Za-z_]\w*)+\b(?![\w/])",
         page.read_text(encoding="utf-8"),
     )
-    files = (".md", ".py", ".json", ".jsonl", ".yaml", ".log", ".pem")
+    files = (".md", ".py", ".json", ".jsonl", ".yaml", ".log", ".pem", ".safetensors")
     unknown = {name for name in names if not name.endswith(files)} - set(settings())
     assert {name for name in unknown if not exists(name)} == set()
 
