@@ -333,7 +333,7 @@ def _newer(family: str, common: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
                 **{**no_heads, **by_layer, "layer_types": ["sliding_attention", *["full_attention"] * 2]},
                 "rope_parameters": {
                     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
-                    "full_attention": dict(_YARN),
+                    "full_attention": {**_YARN, "truncate": True},
                 },
             },
         ),

@@ -401,6 +401,7 @@ REFUSED = [
     ("phi3", {"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "rope_scaling.type='yarn'"),
     ("gemma3", {"rope_parameters": by_kind(PLAIN_ROPE, LONGROPE)}, "'longrope', which is not supported per"),
     ("olmo3", {"rope_parameters": by_kind(PLAIN_ROPE, PHI_3_ROPE)}, "'longrope', which is not supported per"),
+    ("olmo3", {"rope_parameters": by_kind(PLAIN_ROPE, {**YARN, "truncate": False})}, "truncate=False"),
     ("gemma4", {"rope_parameters": by_kind(SU_ROPE, PLAIN_ROPE)}, "'su', which is not supported per kind"),
     ("gemma4", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling="),
     ("olmoe", {"norm_topk_prob": 2}, "norm_topk_prob=2"),

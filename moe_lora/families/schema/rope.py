@@ -71,6 +71,7 @@ def rope_by_kind(
         if name == "proportional":
             frequencies += _proportional(section, head_dim)
             continue
+        section.require({"truncate": (True,)})  # transformers 5.40 reads no other value here
         found = _rope(config, section, head_dim, (), 1e4, None)
         if name in LONGROPE or (found.attention_factor != 1 and kind != "full_attention"):
             raise section.refusal("rope_type", name, "is not supported per kind of layer")
