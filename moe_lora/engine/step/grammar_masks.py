@@ -174,6 +174,8 @@ class GrammarSequence(EditedSequence):
         if other is None or found.problem is not None:
             return found
         words = found.words & other.words
+        if not words.any() and self._may_close_later():
+            return found
         if found.forced:
             words |= bits_of(found.forced, vocab_size)
         return found._replace(words=words)

@@ -24,6 +24,8 @@ from .sampler import forbid_ends, sent, truncated_probabilities
 
 MAX_GAP_TOKENS = 4
 """Most tokens before a reasoning's mark."""
+MAX_LATE_TOKENS = 3
+"""Most tokens that end a character between a reasoning's limit and its mark."""
 
 
 class Mask(NamedTuple):
@@ -53,6 +55,8 @@ class EditedSequence(Sequence):
         self._num_counted = 0
         self._allowed: np.ndarray | None = None
         self._has_thought = self.request.sampling.thinking is None
+        self._num_late = -1
+        """Tokens since the reasoning's limit."""
         bias = self.request.sampling.logit_bias or {}
         self.bias = np.array([[*bias], [*bias.values()]])
         """[2, N] fp64: tokens and biases."""
@@ -109,16 +113,20 @@ class EditedSequence(Sequence):
                 self._has_thought = self.num_generated >= most
                 return None
             start = found
-        end, closing = start + limit.num_tokens, limit.closing
-        if len(tokens) < end:
+        closing, self._num_late = limit.closing, len(tokens) - start - limit.num_tokens
+        if self._num_late < 0:
             return None
-        if _end_of(closing, tokens[start:end], start) is None:
-            overlaps = range(min(len(closing) - 1, limit.num_tokens), 0, -1)
-            begun = next((num for num in overlaps if tuple(tokens[end - num : end]) == closing[:num]), 0)
-            if begun + len(tokens) - end < len(closing):
-                return closing[begun + len(tokens) - end]
+        most_late = MAX_LATE_TOKENS + len(closing)
+        thought = tokens[start : start + limit.num_tokens + most_late]
+        if _end_of(closing, thought, start) is None and self._num_late < most_late:
+            overlaps = range(min(len(closing) - 1, len(thought)), 0, -1)
+            return closing[next((num for num in overlaps if tuple(thought[-num:]) == closing[:num]), 0)]
         self._has_thought = True
         return None
+
+    def _may_close_later(self) -> bool:
+        """True if the reasoning's character may end before its mark."""
+        return not self._has_thought and 0 <= self._num_late < MAX_LATE_TOKENS
 
     def penalties(self) -> np.ndarray:
         """[4, N] fp64: tokens, factors, losses by frequency and by presence."""

@@ -10,8 +10,9 @@ import pytest
 
 from moe_lora.core.request import GenerateRequest, SamplingParams, ThinkingLimit
 from moe_lora.engine.text.grammars import regex_grammar
+from moe_lora.engine.text.text import load_tokenizer
 
-from .test_grammar_rows import PROMPT, core, step  # noqa: F401  (the fixture)
+from .test_grammar_rows import CONFIG, PROMPT, core, step  # noqa: F401  (the fixture)
 
 CLOSING = (50, 51, 52)
 NUM_TOKENS = 12
@@ -79,6 +80,23 @@ def test_rows_beside_it_and_other_edits_keep_their_tokens(core):  # noqa: F811
     step(core, answers)
     assert answers["plain"] == plain
     assert tuple(answers["limited"][2:5]) == CLOSING
+
+
+@pytest.mark.parametrize(("text", "is_late"), [("abx", False), ("abcdx", False), ("abcdex", True)])
+def test_the_mark_waits_for_the_end_of_a_character(core, text, is_late):  # noqa: F811
+    """A grammar lets no mark begin within a character of up to four bytes; here, of four letters."""
+    tokenizer = load_tokenizer(CONFIG.model_dir)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    assert len(tokens) == len(text)
+    limit = ThinkingLimit(1, (), (tokens[-1],))
+    sampling = {"max_tokens": 20, "ignore_eos": False, "grammar": regex_grammar(text), "thinking": limit}
+    if is_late:
+        assert answer(core, **sampling)[:-1] == tokens[:4]
+        return
+    found = answer(core, **sampling)
+    assert found[: len(tokens)] == tokens
+    for cut in range(1, len(tokens)):
+        assert found[cut:] == answer(core, tuple(tokens[:cut]), **sampling), "a moved request goes on"
 
 
 def test_a_grammar_that_excludes_the_mark_is_the_client_s_error(core):  # noqa: F811
