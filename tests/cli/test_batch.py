@@ -218,6 +218,7 @@ def test_an_own_instance_answers_as_a_server(tmp_path):
     done = processes.subprocess.Popen(words, stderr=subprocess.PIPE)  # may fork, see `tests.forked_children`
     _, said = done.communicate(timeout=PATIENCE_S)
     assert done.returncode == 0, said.decode()
+    assert b"HTTP Request" not in said
     found = [results(file)[f"n{index}"]["response"]["body"] for index in range(4)]
     assert [one["choices"][0]["text"] for one in found[1:3]] == ["HELLO", "cba"]
     assert found[3]["data"][0]["embedding"]

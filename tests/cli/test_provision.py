@@ -449,7 +449,7 @@ def test_answer_comes_first_and_the_assumed_rank_is_said(trace: Path, tmp_path: 
         ("a,b\n1,2\n", "unknown trace format"),
         (
             "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:04,5,5\n2023-11-16 18:17:03,5,5\n",
-            "goes back in time",
+            "line 3: goes back in time by 1 s",
         ),
     ],
 )

@@ -88,7 +88,7 @@ def rolled_out(name: str, alias: Alias, target: str, share: float | None, served
         raise ConfigError(f"{name!r} serves {target!r} already; choose a different adapter")
     if share is None:
         raise ConfigError(
-            f"{name!r} serves {current!r}; state the share of {target!r}, above 0 and at most 1"
+            f"requests for {name!r} reach {current!r}; state the share of {target!r}, above 0 and at most 1"
         )
     if alias.stage == "rollout" and target != alias.second:
         raise ConfigError(f"{name!r} rolls out {alias.second!r}; promote it or roll back first")

@@ -121,25 +121,27 @@ def check_instances(cluster: ClusterConfig) -> None:
             f"{number} instances are outside of scaling.min_instances={scaling.min_instances} and "
             f"scaling.max_instances={scaling.max_instances}; choose a number (engine.num_instances) between"
         )
-    if cluster.front_end.placement is not None and cluster.engine.num_instances < 2:
+    setting = "--instances" if scaling is None else "scaling.min_instances"
+    if cluster.front_end.placement is not None and number < 2:
         raise ConfigError(
-            "a placement is over several instances; give --instances 2 or more, or leave it out"
+            f"a placement is over several instances; give {setting} 2 or more, or leave the placement out"
         )
-    check_pool(cluster.engine)
+    check_pool(cluster.engine, setting)
 
 
-def check_pool(config: EngineConfig) -> None:
-    """Raises ConfigError for an impossible adapter pool."""
+def check_pool(config: EngineConfig, setting: str = "--instances") -> None:
+    """Raises ConfigError for an impossible adapter pool.  setting: of the fewest instances."""
     pool = config.pool
     if pool is None:
         return
     if config.num_instances < 2:
         raise ConfigError(
-            "an adapter pool is over several instances; give --instances 2 or more, or leave it out"
+            f"an adapter pool is over several instances; give {setting} 2 or more, or leave the pool out"
         )
     if pool.replicas > config.num_instances:
         raise ConfigError(
-            f"pool.replicas={pool.replicas} is more than the {config.num_instances} instances; choose fewer"
+            f"pool.replicas={pool.replicas} is more than the {config.num_instances} instances; choose fewer, "
+            f"or more {setting}"
         )
 
 

@@ -235,10 +235,12 @@ def _line(custom_id: str | None, response: Any, error: Any) -> bytes:
 class Results:
     """The file of results, for one process at a time.  finished: custom_id -> True for status 200.
 
-    Drops a torn last line.  Raises ValueError for a file in use or with other content.
+    Drops a torn last line.  Raises ValueError for a file in use or with other content, and for a pipe.
     """
 
     def __init__(self, path: str) -> None:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError(f"{path}: no regular file, and a later run reads the results again; choose one")
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 (until `close`)
         self._path, self.num_bytes = path, 0
         self.finished: dict[str, bool] = {}

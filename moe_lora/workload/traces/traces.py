@@ -97,8 +97,10 @@ def iter_requests(reader: RowReader, format: str | None = None) -> Iterator[Trac
         for request in filter(None, FORMATS[name](lines, reader)):
             first_s = request.arrival_s if first_s is None else first_s
             if last_s is not None and request.arrival_s < last_s:
-                problem = f"goes back in time by {last_s - request.arrival_s:.6g} s"
-                raise reader.error("timestamp", problem, "times that never decrease; sort the file by time")
+                raise ValueError(
+                    f"{path}, line {reader.line}: goes back in time by {last_s - request.arrival_s:.6g} s; "
+                    "sort the file by time"
+                )
             last_s = request.arrival_s
             yield request if first_s == 0.0 else replace(request, arrival_s=request.arrival_s - first_s)
     if last_s is None:

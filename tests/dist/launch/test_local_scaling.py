@@ -339,8 +339,14 @@ def test_the_number_follows_the_rule_by_the_metrics(monkeypatch):
     [
         ({"front_end": FrontEndConfig(prefill_instances=("instance-0",))}, "front_end.prefill_instances"),
         ({"engine": replace(ENGINE, host_workers=2, host_cores=(0, 1))}, "engine.host_cores"),
-        ({"front_end": FrontEndConfig(placement="loraserve")}, "a placement is over several instances"),
-        ({"engine": replace(ENGINE, pool=PoolConfig(replicas=1))}, "an adapter pool is over several"),
+        (
+            {"front_end": FrontEndConfig(placement="loraserve")},
+            "a placement is over several instances; give scaling.min_instances 2 or more",
+        ),
+        (
+            {"engine": replace(ENGINE, pool=PoolConfig(replicas=1))},
+            "an adapter pool is over several instances; give scaling.min_instances",
+        ),
     ],
 )
 def test_settings_of_a_fixed_number_are_refused(changed, problem):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import resource
 import signal
 
@@ -198,6 +199,13 @@ def test_other_files_are_left_as_they_are(tmp_path, content):
     with pytest.raises(ValueError, match="line 1 is no result"):
         Results(str(path))
     assert path.read_bytes() == content
+
+
+def test_a_pipe_is_refused(tmp_path):
+    """A run reads its results first, and a pipe never ends."""
+    os.mkfifo(path := tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe: no regular file"):
+        Results(str(path))
 
 
 def test_one_process_at_a_time_writes_results(tmp_path):
