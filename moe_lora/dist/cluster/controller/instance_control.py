@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -187,10 +188,12 @@ class InstanceControl:
         if not others:
             return
         used = await _answers(one.client.call("used_adapters") for one in leaving)
+        num_requests = Counter[str]()
         for one, found in zip(leaving, used, strict=True):
+            num_requests.update(found)
             if found is None:
                 logger.warning("instance %s doesn't name its adapters; others load them later", one.name)
-        asked = list(dict.fromkeys(name for found in used for name in found or ()))
+        asked = [name for name, _ in num_requests.most_common()]
         loads = dict.fromkeys(others, asked)
         if self._by_adapter and asked:
             loads, places = {one: [] for one in others}, dict[str, tuple[str, ...]]()

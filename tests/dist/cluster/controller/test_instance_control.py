@@ -78,7 +78,7 @@ def test_others_load_the_adapters_that_a_leaving_instance_uses_before_they_get_i
         loads.append((names, front_end.instance_registry.drained))
         raise AdapterError("no host memory")  # the drain goes on
 
-    first.loop.used_adapters, second.loop.preload_adapters = lambda: ["a", "b"], preload
+    first.loop.used_adapters, second.loop.preload_adapters = lambda: {"a": 2, "b": 1}, preload
 
     async def end() -> None:
         first.dial.stop()
@@ -103,8 +103,8 @@ def five(front_end, made, monkeypatch) -> list[Instance]:
     monkeypatch.setattr(instance_control, "WARM_S", PATIENCE_S)
     made.extend(Instance(name, front_end.socket, number=5) for name in ("three", "four", "prompts"))
     until(lambda: len(front_end.names()) == 5)
-    made[1].loop.used_adapters = lambda: ["there", "waits", "b", "a"]
-    made[3].loop.ready_adapters = lambda names: ["there"] if names == made[1].loop.used_adapters() else []
+    made[1].loop.used_adapters = lambda: {"there": 4, "waits": 3, "b": 2, "a": 1}
+    made[3].loop.ready_adapters = lambda names: ["there"] if names == [*made[1].loop.used_adapters()] else []
     return made[1:]
 
 
@@ -134,6 +134,14 @@ def test_a_router_that_does_not_read_adapters_finds_them_at_all_others_of_the_ro
     everything = [[["there", "waits", "b", "a"]]]
     assert preloads(five) == [[], everything, everything, everything, []]
     assert not any(one.load.recent for one in front_end.instance_registry.instances)
+
+
+def test_adapters_of_instances_that_leave_together_load_by_the_sum_of_their_requests(front_end, five):
+    five[0].loop.used_adapters = lambda: {"a": 4, "b": 3}
+    five[1].loop.used_adapters = lambda: {"c": 5, "b": 3}
+    control = InstanceControl(front_end.instance_registry, 20.0, ["prompts"])
+    front_end.run(control.check_leaving(["one", "two"]))
+    assert preloads(five)[2:4] == [[[["b", "c", "a"]]]] * 2
 
 
 def num_lists(instances: list[Instance]) -> int:
@@ -177,7 +185,7 @@ def test_an_instance_is_not_drained_if_it_is_undrained_or_the_others_are_lost_wh
     front_end, control, made
 ):
     first, second = made[1:]
-    first.loop.used_adapters = lambda: ["a"]
+    first.loop.used_adapters = lambda: {"a": 1}
     may_load = threading.Event()
     second.loop.preload_adapters = lambda names: int(may_load.wait(PATIENCE_S))
 
