@@ -196,13 +196,13 @@ class InstanceControl:
         asked = [name for name, _ in num_requests.most_common()]
         loads = dict.fromkeys(others, asked)
         if self._by_adapter and asked:
-            loads, places = {one: [] for one in others}, dict[str, tuple[str, ...]]()
+            loads = {one: [] for one in others}
             answers = await _answers(one.client.call("ready_adapters", asked) for one in others)
-            for one, ready in zip(others, answers, strict=True):
-                for name in ready or ():
-                    places[name] = (*places.get(name, ()), one.name)
+            # A device may have an older version of a missing adapter.
+            ready = {one: set(found or ()) - one.missing for one, found in zip(others, answers, strict=True)}
+            places = {name: tuple(one.name for one in others if name in ready[one]) for name in asked}
             for name in asked:
-                if name not in places:
+                if not places[name]:
                     able = [one for one in others if name not in one.missing] or others
                     least = min(able, key=lambda one: (len(loads[one]), one.outstanding_tokens))
                     loads[least].append(name)

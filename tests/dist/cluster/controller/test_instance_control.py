@@ -144,6 +144,19 @@ def test_adapters_of_instances_that_leave_together_load_by_the_sum_of_their_requ
     assert preloads(five)[2:4] == [[[["b", "c", "a"]]]] * 2
 
 
+def test_an_older_version_of_a_missing_adapter_is_no_place_for_its_requests(front_end, five):
+    registry = front_end.instance_registry
+    [lacks] = (one for one in registry.instances if one.name == "three")
+    lacks.missing.add("there")
+    five[3].loop.ready_adapters = lambda names: ["a", "waits"]
+    front_end.run(InstanceControl(registry, 20.0, ["prompts"], by_adapter=True).drain_instance("one"))
+    loaded = [name for calls in preloads(five) for [names] in calls for name in names]
+    assert sorted(loaded) == ["b", "there"]
+    assert "there" not in lacks.load.recent
+    [has_two] = (one.load.recent for one in registry.instances if one.name == "four")
+    assert [name for name in has_two if name in ("a", "waits")] == ["a", "waits"], "the most used is latest"
+
+
 def num_lists(instances: list[Instance]) -> int:
     return [verb for one in instances for verb, *_ in one.loop.calls].count("list_adapters")
 
