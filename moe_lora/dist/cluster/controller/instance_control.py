@@ -13,6 +13,7 @@ from typing import Any
 from anyio import fail_after, move_on_after
 
 from moe_lora.core.errors import ConfigError, EngineDeadError, EngineSilentError
+from moe_lora.dist.cluster.drains import Warmed
 from moe_lora.dist.cluster.instances import Instance, InstanceRegistry
 from moe_lora.dist.net.codec import verb
 
@@ -60,10 +61,11 @@ class InstanceControl:
         """
         await self._named(name)
         orders = self._registry.drains.orders
-        await self._warm_others(name, lambda: self._registry.undrained)
+        warmed = await self._warm_others(name, lambda: self._registry.undrained)
         later = self._registry.drains.orders.get(name)
         if later is not None and not later.drained and later != orders.get(name):
             raise ConfigError(f"instance {name!r} was undrained before its drain began")
+        self._registry.drains.warm(warmed)
         await self._order(name, drained=True)
         logger.info("instance %s is drained", name)
 
@@ -96,8 +98,9 @@ class InstanceControl:
             instance = await self._named(name)
             await self._check_others(name, self._not_drained)
             await _until(lambda: instance.live, limit_s, _not_here(name))
-            await self._warm_others(name, self._not_drained)
+            warmed = await self._warm_others(name, self._not_drained)
             before = instance.incarnation
+            self._registry.drains.warm(warmed)
             self._registry.drains.restart({name})
             logger.info("instance %s is drained until it is started again", name)
             try:
@@ -140,10 +143,11 @@ class InstanceControl:
 
     async def check_leaving(self, names: Collection[str]) -> None:
         """Start loads at others.  Raises ConfigError if instances leave, and no other takes requests."""
-        await self._start_loads(names)  # other instances may leave meanwhile
+        warmed = await self._start_loads(names)  # other instances may leave meanwhile
         stays = any(one.name not in names for one in self._registry.undrained)
         if not stays and any(one.name in names for one in self._registry.live):
             raise ConfigError(f"{', '.join(names)} can't leave: no other takes requests; undrain one first")
+        self._registry.drains.warm(warmed)
 
     async def remove(self, names: Collection[str], end: Callable[[], Awaitable[None]]) -> None:
         """Drain instances together, end the processes by `end`, and forget the instances and their drains."""
@@ -170,23 +174,24 @@ class InstanceControl:
         finally:
             drains.restart(())
 
-    async def _warm_others(self, name: str, undrained: Callable[[], Sequence[Instance]]) -> None:
+    async def _warm_others(self, name: str, undrained: Callable[[], Sequence[Instance]]) -> Warmed:
         """Start loads, then check again: other instances may leave meanwhile."""
         await self._check_others(name, undrained)
-        await self._start_loads({name})
+        warmed = await self._start_loads({name})
         await self._check_others(name, undrained)
+        return warmed
 
-    async def _start_loads(self, names: Collection[str]) -> None:
+    async def _start_loads(self, names: Collection[str]) -> Warmed:
         """Load the leaving instances' adapters in use at others of the role that may get the requests.
 
-        With `by_adapter` at one, unless one has the adapter; routers hear of both at the drain.
+        With `by_adapter` at one, unless one has the adapter; returns both for routers.
         """
         undrained = self._registry.undrained
         leaving = [one for one in undrained if one.name in names]
         roles = {one.name in self._prefill for one in leaving}
         others = [one for one in undrained if one.name not in names and (one.name in self._prefill) in roles]
         if not others:
-            return
+            return {}
         used = await _answers(one.client.call("used_adapters") for one in leaving)
         num_requests = Counter[str]()
         for one, found in zip(leaving, used, strict=True):
@@ -194,7 +199,7 @@ class InstanceControl:
             if found is None:
                 logger.warning("instance %s doesn't name its adapters; others load them later", one.name)
         asked = [name for name, _ in num_requests.most_common()]
-        loads = dict.fromkeys(others, asked)
+        loads, places = dict.fromkeys(others, asked), dict[str, tuple[str, ...]]()
         if self._by_adapter and asked:
             loads = {one: [] for one in others}
             answers = await _answers(one.client.call("ready_adapters", asked) for one in others)
@@ -207,9 +212,8 @@ class InstanceControl:
                     least = min(able, key=lambda one: (len(loads[one]), one.outstanding_tokens))
                     loads[least].append(name)
                     places[name] = (least.name,)
-            drains = self._registry.drains
-            drains.warmed = {**drains.warmed, **dict.fromkeys(names, places)}
         await _answers(one.client.call("preload_adapters", found) for one, found in loads.items() if found)
+        return dict.fromkeys(names, places)
 
     def _not_drained(self) -> list[Instance]:
         """Includes returning instances."""

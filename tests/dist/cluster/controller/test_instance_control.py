@@ -197,6 +197,7 @@ def test_of_two_instances_that_leave_at_once_one_stays(front_end, control, other
 def test_an_instance_is_not_drained_if_it_is_undrained_or_the_others_are_lost_while_they_load(
     front_end, control, made
 ):
+    control = InstanceControl(front_end.instance_registry, drain_s=20.0, by_adapter=True)
     first, second = made[1:]
     first.loop.used_adapters = lambda: {"a": 1}
     may_load = threading.Event()
@@ -224,6 +225,7 @@ def test_an_instance_is_not_drained_if_it_is_undrained_or_the_others_are_lost_wh
     with pytest.raises(ConfigError, match="no other takes requests"):
         front_end.run(drain(2, lose))
     assert not front_end.instance_registry.drained
+    assert not front_end.instance_registry.drains.warmed
 
 
 def test_the_last_that_takes_requests_and_a_stranger_are_not_drained(front_end, control):
