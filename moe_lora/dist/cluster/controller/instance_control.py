@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import starmap
 from typing import Any
 
-from anyio import fail_after, move_on_after
+from anyio import current_time, fail_after, move_on_after
 
 from moe_lora.core.errors import ConfigError, EngineDeadError, EngineSilentError
 from moe_lora.dist.cluster.drains import Warmed
@@ -22,8 +23,8 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.1
 SETTLE_S = 0.5
 """Time until all front ends know of a drain."""
-WARM_S = 2.0
-"""Limit for each answer before a drain."""
+WARM_S = 3.0
+"""Limit for all answers before a drain."""
 LEAVE_S = 20.0
 """Limit for the end of an ended process's connection."""
 
@@ -192,9 +193,10 @@ class InstanceControl:
         others = [one for one in undrained if one.name not in names and (one.name in self._prefill) in roles]
         if not others:
             return {}
-        used = await _answers(one.client.call("used_adapters") for one in leaving)
+        end_s = current_time() + WARM_S
+        used = await _answers("used_adapters", dict.fromkeys(leaving, ()), (end_s - current_time()) / 3)
         num_requests = Counter[str]()
-        for one, found in zip(leaving, used, strict=True):
+        for one, found in used.items():
             num_requests.update(found)
             if found is None:
                 logger.warning("instance %s doesn't name its adapters; others load them later", one.name)
@@ -202,9 +204,10 @@ class InstanceControl:
         loads, places = dict.fromkeys(others, asked), dict[str, tuple[str, ...]]()
         if self._by_adapter and asked:
             loads = {one: [] for one in others}
-            answers = await _answers(one.client.call("ready_adapters", asked) for one in others)
+            asks = dict.fromkeys(others, (asked,))
+            answers = await _answers("ready_adapters", asks, (end_s - current_time()) / 2)
             # A device may have an older version of a missing adapter.
-            ready = {one: set(found or ()) - one.missing for one, found in zip(others, answers, strict=True)}
+            ready = {one: set(found or ()) - one.missing for one, found in answers.items()}
             places = {name: tuple(one.name for one in others if name in ready[one]) for name in asked}
             for name in asked:
                 if not places[name]:
@@ -212,7 +215,8 @@ class InstanceControl:
                     least = min(able, key=lambda one: (len(loads[one]), one.outstanding_tokens))
                     loads[least].append(name)
                     places[name] = (least.name,)
-        await _answers(one.client.call("preload_adapters", found) for one, found in loads.items() if found)
+        orders = {one: (found,) for one, found in loads.items() if found}
+        await _answers("preload_adapters", orders, end_s - current_time())
         return dict.fromkeys(names, places)
 
     def _not_drained(self) -> list[Instance]:
@@ -291,14 +295,17 @@ class InstanceControl:
         await _until(is_back, limit_s, problem)
 
 
-async def _answers(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """None for an error, and for a late answer."""
+async def _answers(
+    verb: str, calls: Mapping[Instance, tuple[Any, ...]], limit_s: float
+) -> dict[Instance, Any]:
+    """None for an error, and for a late answer.  calls: arguments."""
 
-    async def answer(call: Awaitable[Any]) -> Any:
-        with move_on_after(WARM_S), suppress(Exception):
-            return await call
+    async def answer(one: Instance, args: tuple[Any, ...]) -> Any:
+        with move_on_after(limit_s), suppress(Exception):
+            return await one.client.call(verb, *args)
 
-    return await asyncio.gather(*map(answer, calls))
+    found = await asyncio.gather(*starmap(answer, calls.items()))
+    return dict(zip(calls, found, strict=True))
 
 
 async def _until(condition: Callable[[], bool], limit_s: float, problem: EngineDeadError) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
+from anyio import move_on_after
 
 from moe_lora.core.errors import AdapterError, ConfigError, EngineDeadError, EngineSilentError
 from moe_lora.core.request import EngineStats
@@ -161,9 +162,21 @@ def num_lists(instances: list[Instance]) -> int:
     return [verb for one in instances for verb, *_ in one.loop.calls].count("list_adapters")
 
 
+@pytest.fixture
+def limits_s(monkeypatch) -> list[float]:
+    """Limits of answers before a drain, by call; in fact 0.2 s after the first call."""
+    found: list[float] = []
+
+    def record(limit_s):
+        found.append(limit_s)
+        return move_on_after(PATIENCE_S if len(found) == 1 else 0.2)
+
+    monkeypatch.setattr(instance_control, "move_on_after", record)
+    return found
+
+
 @pytest.mark.parametrize("by_adapter", [False, True])
-def test_a_busy_instance_keeps_no_other_from_loading(front_end, five, monkeypatch, by_adapter):
-    monkeypatch.setattr(instance_control, "WARM_S", 0.2)
+def test_a_busy_instance_keeps_no_other_from_loading(front_end, five, limits_s, by_adapter):
     five[2].loop.unanswered = {"list_adapters", "ready_adapters", "preload_adapters"}
     control, num_before = (
         InstanceControl(front_end.instance_registry, 20.0, by_adapter=by_adapter),
@@ -181,6 +194,17 @@ def test_a_drain_goes_on_without_an_answer_of_the_leaving_instance(front_end, fi
     front_end.run(InstanceControl(front_end.instance_registry, 20.0).drain_instance("one"))
     assert front_end.instance_registry.drained == {"one"}
     assert "one doesn't name its adapters" in caplog.text
+
+
+@pytest.mark.parametrize("by_adapter", [False, True])
+def test_all_answers_before_a_drain_share_one_limit(front_end, five, limits_s, by_adapter):
+    five[1].loop.unanswered = {"ready_adapters", "preload_adapters"}
+    control = InstanceControl(front_end.instance_registry, 20.0, by_adapter=by_adapter)
+    front_end.run(control.drain_instance("one"))
+    used_s, next_s, last_s = limits_s[0], limits_s[1], limits_s[-1]
+    assert used_s <= PATIENCE_S / 3
+    assert next_s < (PATIENCE_S / 2 if by_adapter else PATIENCE_S)
+    assert last_s < PATIENCE_S
 
 
 @pytest.mark.parametrize("other", ["drain", "restart"])
