@@ -319,7 +319,7 @@ def drawn(seed: int, number: int = 60) -> list[PlannedRequest]:
 def test_each_request_ends_once_and_nothing_is_held_afterwards(
     run: Callable[..., Ran], bytes_per_s: float, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Little KV: instances preempt, and some moves fail; with the last seed most first and many second ones."""
+    """Little KV: instances preempt, and some moves fail; with the last seed most do."""
     if seed == 2:
         monkeypatch.setattr(prefill_first, "MOVE_READY_S", 0.03)
         monkeypatch.setattr(prefill_first, "RETRY_READY_S", 0.15)
