@@ -233,10 +233,10 @@ class EngineVerbs:
         return self._core.adapters.preload(names)
 
     @verb
-    def used_adapters(self) -> list[str]:
-        """Adapters of requests; most requests first."""
+    def used_adapters(self) -> dict[str, int]:
+        """Requests of each adapter in use."""
         num = {one.name: one.num_running + one.num_waiting for one in self._core.adapters.known()}
-        return sorted(filter(num.get, num), key=lambda name: -num[name])
+        return {name: number for name, number in num.items() if number}
 
     @verb
     def ready_adapters(self, names: Sequence[str]) -> list[str]:

@@ -139,7 +139,7 @@ class CachedInstance:
         self.on_first_token: Callable[[CachedRequest], None] | None = None
         self._received: dict[CachedRequest, Callable[[CachedRequest, bool], None]] = {}
         self._outstanding: int | None = None
-        self._leaving: dict[CachedRequest, Callable[[CachedRequest], None]] = {}
+        self._leaving: dict[CachedRequest, Callable[[], None]] = {}
         self.cache = _cache(config, policy)
         self.links = CopyLinks(
             self.events, config.link_bytes_per_s, config.page_bytes, self._load_pages, self._copied
@@ -202,13 +202,21 @@ class CachedInstance:
     def take(self, request: CachedRequest, on_taken: Callable[[CachedRequest], None]) -> None:
         """Release an unfinished request before its next step; then call on_taken."""
         if request in self._computing:
-            self._leaving[request] = on_taken
+            self._leaving[request] = partial(self.take, request, on_taken)
             return
         self._outstanding = None
         self.scheduler.finish(request)
         self.load.end(request.adapter, request.load_tokens, started=request.has_started)
         request.start_over()
         on_taken(request)
+
+    def hold(self, request: CachedRequest, on_held: Callable[[], None]) -> None:
+        """Stop an unfinished request before its next step; then call on_held."""
+        if request in self._computing:
+            self._leaving[request] = partial(self.hold, request, on_held)
+            return
+        request.held = True
+        on_held()
 
     def receive(
         self, request: CachedRequest, on_ready: Callable[[CachedRequest, bool], None]
@@ -219,9 +227,9 @@ class CachedInstance:
         self.add(moved)
         return moved
 
-    def remove(self, request: CachedRequest) -> bool:
-        """Drop a received request; False if ready."""
-        if self._received.pop(request, None) is None:
+    def remove(self, request: CachedRequest, *, is_ready: bool = False) -> bool:
+        """Drop a received request; False if ready, unless is_ready."""
+        if self._received.pop(request, None) is None and not is_ready:
             return False
         self.release(request)
         return True
@@ -400,9 +408,9 @@ class CachedInstance:
                     request.held = True
                     self.on_first_token(request)
         leaving, self._leaving = self._leaving, {}
-        for request, on_taken in leaving.items():
+        for request, leave in leaving.items():
             if request.num_left:
-                self.take(request, on_taken)
+                leave()
         self._step()
 
     def summary(self, since_s: float = 0.0) -> dict[str, Any]:

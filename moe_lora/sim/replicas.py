@@ -189,6 +189,8 @@ class Replicas:
         self._num_left -= 1
         self._on_done(request)
         self._moving.discard(request)
+        if self.prefill_first is not None:
+            self.prefill_first.end(request)
         for listener in self._listeners:
             listener.stop(request, len(request.planned.answer))
         if self.policy is not None:

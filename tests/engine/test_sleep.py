@@ -414,7 +414,7 @@ def test_merged_weights_refuse_to_sleep():
 
 def test_adapters_of_requests_and_on_the_device_are_named():
     with engine() as llm:
-        assert call(llm, "used_adapters") == []
+        assert call(llm, "used_adapters") == {}
         tokens(llm)
         assert call(llm, "ready_adapters", ["policy", "unknown"]) == ["policy"]
         assert call(llm, "ready_adapters", []) == []

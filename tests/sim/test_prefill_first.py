@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from moe_lora.core.errors import ConfigError
-from moe_lora.dist.cluster.migration import ACK_S
+from moe_lora.dist.cluster.migration import ACK_S, MOVES_AT_ONCE, READY_S
 from moe_lora.policies.caching.caching import make_caching_policy
 from moe_lora.policies.routing.routing import LeastOutstanding
 from moe_lora.provision.replayed.system import System
@@ -28,9 +28,10 @@ from moe_lora.provision.replayed.system_config import (
     StepRows,
     SystemConfig,
 )
+from moe_lora.sim import prefill_first
 from moe_lora.sim.instance import CachedConfig
 from moe_lora.sim.lora_server import SimServerConfig
-from moe_lora.sim.prefill_first import MOVE_READY_S, PrefillConfig
+from moe_lora.sim.prefill_first import MOVE_READY_S, RETRIES_AT_ONCE, RETRY_READY_S, PrefillConfig
 from moe_lora.sim.replicas import Replicas, ReplicasConfig, SimMigration
 from moe_lora.timing.step_model import TransformerTime
 from moe_lora.workload.replay_plan import PlannedRequest, TurnRequest
@@ -200,6 +201,35 @@ def test_a_full_target_returns_the_answer_and_prompts_wait_for_their_instance(
 
 
 @SIMULATORS
+def test_an_answer_that_goes_on_where_it_began_moves_once_there_is_a_seat(run: Callable[..., Ran]) -> None:
+    # The first decodes until 6.02 in the target's only seat.  The second's first token comes at 0.1135, and
+    # its answer goes on at 5.1135.  From 6.0235 to 6.1245 the KV of the prompt and of 91 more tokens leaves
+    # (1000 tokens/s); eight tokens are left.  The third waits for the seat until then.
+    asked = requests((0.0, 10, 601), (0.1035, 10, 100), (0.2, 10, 1))
+    found = run(asked, prefill(bytes_per_s=1000.0), max_num_seqs=1)
+    expected = ((0.01, 6.02), (0.1135, 6.2045), (6.1345, 6.1345))
+    assert stamps(found) == [pytest.approx(one) for one in expected]
+    assert (found.num_moved, found.num_failed) == (2, 1)
+
+
+@SIMULATORS
+def test_a_second_failed_move_leaves_the_answer_where_it_began(run: Callable[..., Ran]) -> None:
+    # The target's only seat is in use until 40.01: the moves end at 5.11 and 35.11.
+    found = run(requests((0.0, 10, 4001), (0.1, 10, 3600)), prefill(), max_num_seqs=1)
+    assert stamps(found) == [pytest.approx(one) for one in ((0.01, 40.01), (0.11, 5.11 + 35.99))]
+    assert (found.num_moved, found.num_failed) == (1, 2)
+
+
+@SIMULATORS
+def test_second_moves_wait_for_places(run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+    # With one place the second answer's move ends at 35.11, and the third's waits from then to 40.01.
+    monkeypatch.setattr(prefill_first, "RETRIES_AT_ONCE", 1)
+    asked = requests((0.0, 10, 4001), (0.1, 10, 5000), (0.1, 10, 5000))
+    found = run(asked, prefill(2), num_instances=3, max_num_seqs=1)
+    assert (found.num_moved, found.num_failed) == (2, 3)
+
+
+@SIMULATORS
 def test_kv_of_a_step_leaves_beside_later_steps(run: Callable[..., Ran]) -> None:
     # Steps of 100, 100 and 50 tokens end at 0.1, 0.2 and 0.25.  KV (1000 tokens/s) leaves from 0.1 to 0.3,
     # the last step's to 0.35.
@@ -287,9 +317,12 @@ def drawn(seed: int, number: int = 60) -> list[PlannedRequest]:
     ids=["replayed", "sim", "replayed beside a server", "sim beside a server"],
 )
 def test_each_request_ends_once_and_nothing_is_held_afterwards(
-    run: Callable[..., Ran], bytes_per_s: float, seed: int
+    run: Callable[..., Ran], bytes_per_s: float, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Little KV: instances preempt, and some moves fail."""
+    """Little KV: instances preempt, and some moves fail; with the last seed most do."""
+    if seed == 2:
+        monkeypatch.setattr(prefill_first, "MOVE_READY_S", 0.03)
+        monkeypatch.setattr(prefill_first, "RETRY_READY_S", 0.15)
     asked = drawn(seed)
     found = run(asked, prefill(2, bytes_per_s), num_instances=5)
     assert sorted(found.done) == list(range(len(asked)))
@@ -300,8 +333,8 @@ def test_each_request_ends_once_and_nothing_is_held_afterwards(
         assert not instance.load.waiting_tokens
 
 
-def test_the_limit_of_a_move_is_the_front_ends() -> None:
-    assert MOVE_READY_S == ACK_S
+def test_the_limits_of_moves_are_the_front_ends() -> None:
+    assert (MOVE_READY_S, RETRY_READY_S, RETRIES_AT_ONCE) == (ACK_S, READY_S, MOVES_AT_ONCE)
 
 
 @pytest.mark.parametrize("number", [0, 2])

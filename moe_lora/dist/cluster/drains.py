@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
 
 from moe_lora.engine.client.messages import DrainOrder
 
 MAX_UNDRAINED = 256
 """Most remembered undrain orders."""
+Warmed: TypeAlias = Mapping[str, Mapping[str, tuple[str, ...]]]
+"""Adapters of instances that leave -> instances that have or load them, by the leaving name."""
 
 
 class Drains:
@@ -25,8 +28,7 @@ class Drains:
         """Instances under restart."""
         self.names: frozenset[str] = frozenset()
         """Both kinds."""
-        self.warmed: Mapping[str, Mapping[str, tuple[str, ...]]] = {}
-        """Adapters of instances that leave -> instances that have or load them, by the leaving name."""
+        self.warmed: Warmed = {}
         self._on_drained = on_drained
 
     @property
@@ -44,6 +46,10 @@ class Drains:
     def restart(self, names: Iterable[str]) -> None:
         """Set the instances under restart."""
         self.follow(self.orders, names)
+
+    def warm(self, warmed: Warmed) -> None:
+        """Note the places of adapters; the order to leave follows at once."""
+        self.warmed = {**self.warmed, **warmed}
 
     def learn(self, orders: Mapping[str, DrainOrder]) -> None:
         """Learn later orders."""

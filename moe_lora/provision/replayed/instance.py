@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from moe_lora.core.errors import CapacityError
@@ -133,6 +133,7 @@ class SimInstance:
         self.on_first_token: Callable[[SimRequest], None] | None = None
         self.on_prompt_step: Callable[[SimRequest], None] | None = None
         self._received: dict[int, Callable[[SimRequest, bool], None]] = {}
+        self._leaving: dict[SimRequest, Callable[[], None]] = {}
 
     def connect(self, source: AdapterSource) -> None:
         self._source = source
@@ -167,35 +168,49 @@ class SimInstance:
         self.look_again()
 
     def receive(self, request: SimRequest, on_ready: Callable[[SimRequest, bool], None]) -> SimRequest:
-        """As `CachedInstance`, like the next four."""
-        request.moved, self._received[request.index] = True, on_ready
-        self.add(request)
-        return request
+        """As `CachedInstance`, like the next five."""
+        moved = replace(request) if request.num_answered else request  # the source of an answer decodes on
+        moved.num_answered, self._received[request.index] = 1, on_ready
+        self.add(moved)
+        return moved
 
-    def remove(self, request: SimRequest) -> bool:
-        if not self._waiting.remove(request):
+    def remove(self, request: SimRequest, *, is_ready: bool = False) -> bool:
+        waits = self._waiting.remove(request)
+        if not waits and not is_ready:
             return False
-        request.moved = False
-        del self._received[request.index]
         self._outstanding_tokens -= self._running.work(request)
-        self.load.end(request.adapter, request.prompt_tokens, started=False)
-        self._source.end_wait(request)
+        if waits:
+            del self._received[request.index]
+            self.load.end(request.adapter, request.prompt_tokens, started=False)
+            self._source.end_wait(request)
+        else:
+            self.load.start(request.adapter, request.prompt_tokens)
+            self._leave(request)
         return True
 
     def start_received(self, request: SimRequest, num_kv: int, source: SimRequest) -> None:
-        self._outstanding_tokens -= request.num_computed
+        self._outstanding_tokens -= source.num_computed
         self.load.start(request.adapter, request.prompt_tokens)
-        self._join(request)
+        source.instance = self.index
+        self._join(source)
 
     def resume(self, request: SimRequest) -> None:
         self._free_kv_tokens -= request.output_tokens - 1
-        request.instance, request.moved = self.index, True
+        request.instance, request.num_answered = self.index, 1
         self._join(request)
 
     def release(self, request: SimRequest) -> None:
+        self._outstanding_tokens -= request.output_tokens - request.num_answered
+        self._leave(request)
+
+    def hold(self, request: SimRequest, on_held: Callable[[], None]) -> None:
+        self._leaving[request] = on_held
+        self.look_again()
+
+    def _leave(self, request: SimRequest) -> None:
         self._running.num_seats -= 1
-        self._outstanding_tokens -= request.output_tokens - 1
-        self._free(request, self._kv_tokens(request))
+        is_resumed = request.instance == self.index
+        self._free(request, request.num_tokens if is_resumed else self._kv_tokens(request))
         self.look_again()
 
     def freed(self) -> None:
@@ -240,6 +255,10 @@ class SimInstance:
         started = running.join(now_s)
         for request in started:
             self._start(request, now_s)
+        leaving, self._leaving = self._leaving, {}
+        for request, on_held in leaving.items():
+            if running.hold(request):
+                on_held()
         started += self._admit(now_s)
         if running.is_idle:
             self._source.work(0.0, 0.0)
@@ -298,7 +317,7 @@ class SimInstance:
 
     def _take(self, request: SimRequest, now_s: float) -> bool:
         self._free_kv_tokens -= self._kv_tokens(request)
-        if request.moved:
+        if request.num_answered:
             self._running.num_seats += 1
             self._call_ready(request, now_s)
             return False
@@ -331,7 +350,7 @@ class SimInstance:
         self._events.at(ready_s, partial(on_ready, request, True))
 
     def _start(self, request: SimRequest, now_s: float) -> None:
-        if request.moved:
+        if request.num_answered:
             self._running.start(request)
             return
         request.admitted_s = now_s

@@ -36,8 +36,8 @@ class SimRequest:
     """Starts with the first step after arrival."""
     waited_for_adapter: bool = False
     """No slot was free."""
-    moved: bool = False
-    """Another instance has computed the first token."""
+    num_answered: int = 0
+    """Answer tokens before a move."""
     admitted_s: float = math.nan
     """After the queue and any blocking load."""
     first_token_s: float = math.nan
@@ -57,8 +57,8 @@ class SimRequest:
 
     @property
     def num_computed(self) -> int:
-        """Prompt tokens with KV between steps; at the first token, all."""
-        return max(1, self.prompt_tokens) - self.prompt_left
+        """Tokens with KV, of a prompt between steps or of a held request."""
+        return max(1, self.prompt_tokens) - self.prompt_left + max(0, self.num_answered - 1)
 
     @property
     def num_tokens(self) -> int:
@@ -148,8 +148,8 @@ class RunningRequests:
     def start(self, request: SimRequest) -> None:
         """Compute the request from the next step on."""
         self.num_with_adapter += request.adapter is not None
-        if self._prefill_tokens is None or request.moved:
-            self._add_row(request, request.output_tokens - request.moved)
+        if self._prefill_tokens is None or request.num_answered:
+            self._add_row(request, request.output_tokens - request.num_answered)
         else:
             request.prompt_left = max(1, request.prompt_tokens - request.num_cached)
             self._prompts.append(request)
@@ -209,11 +209,28 @@ class RunningRequests:
             self.num_with_adapter -= request.adapter is not None
         return done
 
+    def hold(self, request: SimRequest) -> bool:
+        """Stop a decoding request, which keeps its seat; False if it has ended."""
+        for entry in self._ends:
+            if entry[2] is request:
+                self._ends.remove(entry)
+                heapq.heapify(self._ends)
+                self._fresh = [one for one in self._fresh if one is not request]
+                request.num_answered = request.output_tokens - (entry[0] - self.num_steps)
+                self.num_rows -= 1
+                self.num_seats += 1
+                self.num_with_adapter -= request.adapter is not None
+                if self.decode is not None:
+                    self.decode.take(Row(request.adapter, request.lora_rank))
+                return True
+        return False
+
     def _add_row(self, request: SimRequest, num_steps: int) -> None:
         self.num_rows += 1
         if self.decode is not None:
             self.decode.add(Row(request.adapter, request.lora_rank))
-        self._fresh.append(request)
+        if math.isnan(request.decode_ttft_s):
+            self._fresh.append(request)
         heapq.heappush(self._ends, (self.num_steps + num_steps, request.index, request))
 
     def _plan(self, request: SimRequest) -> None:
@@ -277,7 +294,7 @@ class WaitingRequests:
         """
         for request in started:
             at_once = self._num_steps == request.num_steps_before + 1
-            request.at_once = at_once and (request.at_once or not request.moved)
+            request.at_once = at_once and (request.at_once or not request.num_answered)
             if self._new.pop(request.index, None) is None:
                 del self._refused[request.index]
         for request in self._new.values():

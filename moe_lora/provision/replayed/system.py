@@ -322,6 +322,8 @@ class System:
 
     def _finish(self, request: SimRequest) -> None:
         self.requests.append(request)
+        if self.prefill_first is not None:
+            self.prefill_first.end(request)
         for listener in self._listeners:
             listener.stop(request.index, request.output_tokens)
         if self.placement is not None:

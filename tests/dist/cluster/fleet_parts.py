@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -161,8 +162,8 @@ class CountingEngine:
 
     async def _pause_requests(self, scope: PauseScope, *_: object) -> None: ...
 
-    async def _used_adapters(self) -> list[str]:
-        return [request.adapter for request in self.requests if request.adapter is not None]
+    async def _used_adapters(self) -> dict[str, int]:
+        return Counter(request.adapter for request in self.requests if request.adapter is not None)
 
     async def _ready_adapters(self, names: Sequence[str]) -> list[str]:
         return []

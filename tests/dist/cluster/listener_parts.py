@@ -136,8 +136,8 @@ class ScriptedLoop(threading.Thread):
     def list_adapters(self) -> list[AdapterInfo]:
         return [self._info(name) for name in self.adapters]
 
-    def used_adapters(self) -> list[str]:
-        return []
+    def used_adapters(self) -> dict[str, int]:
+        return {}
 
     def ready_adapters(self, names: Sequence[str]) -> list[str]:
         return []

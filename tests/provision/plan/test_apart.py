@@ -24,7 +24,7 @@ from moe_lora.provision.plan.coupled_search import CoupledSearch, coupled_plan
 from moe_lora.provision.plan.inputs import PlanInputs, SizedCluster
 from moe_lora.provision.plan.memory import miss_share
 from moe_lora.provision.plan.plan import Plan
-from moe_lora.provision.plan.verify import PlannedLoad, Replay, planned_load, system_of
+from moe_lora.provision.plan.verify import PlannedLoad, Replay, planned_load, simulate, system_of
 from moe_lora.workload.traces.records import Trace, TraceRequest
 
 from .plans import zipf
@@ -341,3 +341,16 @@ def test_a_cluster_says_its_division() -> None:
     place = SizedCluster(None, 5, 3, prefill_instances=2, step_tokens=2496)
     assert str(place) == "5 instances (2 for prompts) and 3 adapters beside the weights"
     assert replace(place, prefill_instances=0).num_decoding == 5
+
+
+def test_answers_of_a_full_plan_leave_the_prompts_instances_after_a_failed_move() -> None:
+    inputs = given(rate_per_s=57.5, slo_tpot_s=0.06)
+    cluster = Cluster(inputs)
+    [place] = (one for one in Apart(cluster).places(8) if one.prefill_instances == 7)
+    load = planned_load(inputs, 57.5, LONG, num_requests=1500)
+    system = simulate(system_of(cluster, place, load.popular), load.requests["poisson"])
+    moves = system.prefill_first
+    assert moves is not None
+    remained = sum(one.instance < 7 and one.output_tokens > 1 for one in system.requests)
+    assert 0 < remained < moves.num_failed
+    assert moves.num_moved + remained == len(system.requests)

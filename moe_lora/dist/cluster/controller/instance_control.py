@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import starmap
 from typing import Any
 
-from anyio import fail_after, move_on_after
+from anyio import current_time, fail_after, move_on_after
 
 from moe_lora.core.errors import ConfigError, EngineDeadError, EngineSilentError
+from moe_lora.dist.cluster.drains import Warmed
 from moe_lora.dist.cluster.instances import Instance, InstanceRegistry
 from moe_lora.dist.net.codec import verb
 
@@ -20,8 +23,8 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.1
 SETTLE_S = 0.5
 """Time until all front ends know of a drain."""
-WARM_S = 2.0
-"""Limit for each answer before a drain."""
+WARM_S = 3.0
+"""Limit for all answers before a drain."""
 LEAVE_S = 20.0
 """Limit for the end of an ended process's connection."""
 
@@ -59,10 +62,11 @@ class InstanceControl:
         """
         await self._named(name)
         orders = self._registry.drains.orders
-        await self._warm_others(name, lambda: self._registry.undrained)
+        warmed = await self._warm_others(name, lambda: self._registry.undrained)
         later = self._registry.drains.orders.get(name)
         if later is not None and not later.drained and later != orders.get(name):
             raise ConfigError(f"instance {name!r} was undrained before its drain began")
+        self._registry.drains.warm(warmed)
         await self._order(name, drained=True)
         logger.info("instance %s is drained", name)
 
@@ -95,8 +99,9 @@ class InstanceControl:
             instance = await self._named(name)
             await self._check_others(name, self._not_drained)
             await _until(lambda: instance.live, limit_s, _not_here(name))
-            await self._warm_others(name, self._not_drained)
+            warmed = await self._warm_others(name, self._not_drained)
             before = instance.incarnation
+            self._registry.drains.warm(warmed)
             self._registry.drains.restart({name})
             logger.info("instance %s is drained until it is started again", name)
             try:
@@ -139,10 +144,11 @@ class InstanceControl:
 
     async def check_leaving(self, names: Collection[str]) -> None:
         """Start loads at others.  Raises ConfigError if instances leave, and no other takes requests."""
-        await self._start_loads(names)  # other instances may leave meanwhile
+        warmed = await self._start_loads(names)  # other instances may leave meanwhile
         stays = any(one.name not in names for one in self._registry.undrained)
         if not stays and any(one.name in names for one in self._registry.live):
             raise ConfigError(f"{', '.join(names)} can't leave: no other takes requests; undrain one first")
+        self._registry.drains.warm(warmed)
 
     async def remove(self, names: Collection[str], end: Callable[[], Awaitable[None]]) -> None:
         """Drain instances together, end the processes by `end`, and forget the instances and their drains."""
@@ -169,44 +175,49 @@ class InstanceControl:
         finally:
             drains.restart(())
 
-    async def _warm_others(self, name: str, undrained: Callable[[], Sequence[Instance]]) -> None:
+    async def _warm_others(self, name: str, undrained: Callable[[], Sequence[Instance]]) -> Warmed:
         """Start loads, then check again: other instances may leave meanwhile."""
         await self._check_others(name, undrained)
-        await self._start_loads({name})
+        warmed = await self._start_loads({name})
         await self._check_others(name, undrained)
+        return warmed
 
-    async def _start_loads(self, names: Collection[str]) -> None:
+    async def _start_loads(self, names: Collection[str]) -> Warmed:
         """Load the leaving instances' adapters in use at others of the role that may get the requests.
 
-        With `by_adapter` at one, unless one has the adapter; routers hear of both at the drain.
+        With `by_adapter` at one, unless one has the adapter; returns both for routers.
         """
         undrained = self._registry.undrained
         leaving = [one for one in undrained if one.name in names]
         roles = {one.name in self._prefill for one in leaving}
         others = [one for one in undrained if one.name not in names and (one.name in self._prefill) in roles]
         if not others:
-            return
-        used = await _answers(one.client.call("used_adapters") for one in leaving)
-        for one, found in zip(leaving, used, strict=True):
+            return {}
+        end_s = current_time() + WARM_S
+        used = await _answers("used_adapters", dict.fromkeys(leaving, ()), (end_s - current_time()) / 3)
+        num_requests = Counter[str]()
+        for one, found in used.items():
+            num_requests.update(found)
             if found is None:
                 logger.warning("instance %s doesn't name its adapters; others load them later", one.name)
-        asked = list(dict.fromkeys(name for found in used for name in found or ()))
-        loads = dict.fromkeys(others, asked)
+        asked = [name for name, _ in num_requests.most_common()]
+        loads, places = dict.fromkeys(others, asked), dict[str, tuple[str, ...]]()
         if self._by_adapter and asked:
-            loads, places = {one: [] for one in others}, dict[str, tuple[str, ...]]()
-            answers = await _answers(one.client.call("ready_adapters", asked) for one in others)
-            for one, ready in zip(others, answers, strict=True):
-                for name in ready or ():
-                    places[name] = (*places.get(name, ()), one.name)
+            loads = {one: [] for one in others}
+            asks = dict.fromkeys(others, (asked,))
+            answers = await _answers("ready_adapters", asks, (end_s - current_time()) / 2)
+            # A device may have an older version of a missing adapter.
+            ready = {one: set(found or ()) - one.missing for one, found in answers.items()}
+            places = {name: tuple(one.name for one in others if name in ready[one]) for name in asked}
             for name in asked:
-                if name not in places:
+                if not places[name]:
                     able = [one for one in others if name not in one.missing] or others
                     least = min(able, key=lambda one: (len(loads[one]), one.outstanding_tokens))
                     loads[least].append(name)
                     places[name] = (least.name,)
-            drains = self._registry.drains
-            drains.warmed = {**drains.warmed, **dict.fromkeys(names, places)}
-        await _answers(one.client.call("preload_adapters", found) for one, found in loads.items() if found)
+        orders = {one: (found,) for one, found in loads.items() if found}
+        await _answers("preload_adapters", orders, end_s - current_time())
+        return dict.fromkeys(names, places)
 
     def _not_drained(self) -> list[Instance]:
         """Includes returning instances."""
@@ -284,14 +295,17 @@ class InstanceControl:
         await _until(is_back, limit_s, problem)
 
 
-async def _answers(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """None for an error, and for a late answer."""
+async def _answers(
+    verb: str, calls: Mapping[Instance, tuple[Any, ...]], limit_s: float
+) -> dict[Instance, Any]:
+    """None for an error, and for a late answer.  calls: arguments."""
 
-    async def answer(call: Awaitable[Any]) -> Any:
-        with move_on_after(WARM_S), suppress(Exception):
-            return await call
+    async def answer(one: Instance, args: tuple[Any, ...]) -> Any:
+        with move_on_after(limit_s), suppress(Exception):
+            return await one.client.call(verb, *args)
 
-    return await asyncio.gather(*map(answer, calls))
+    found = await asyncio.gather(*starmap(answer, calls.items()))
+    return dict(zip(calls, found, strict=True))
 
 
 async def _until(condition: Callable[[], bool], limit_s: float, problem: EngineDeadError) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
+from anyio import move_on_after
 
 from moe_lora.core.errors import AdapterError, ConfigError, EngineDeadError, EngineSilentError
 from moe_lora.core.request import EngineStats
@@ -78,7 +79,7 @@ def test_others_load_the_adapters_that_a_leaving_instance_uses_before_they_get_i
         loads.append((names, front_end.instance_registry.drained))
         raise AdapterError("no host memory")  # the drain goes on
 
-    first.loop.used_adapters, second.loop.preload_adapters = lambda: ["a", "b"], preload
+    first.loop.used_adapters, second.loop.preload_adapters = lambda: {"a": 2, "b": 1}, preload
 
     async def end() -> None:
         first.dial.stop()
@@ -103,8 +104,8 @@ def five(front_end, made, monkeypatch) -> list[Instance]:
     monkeypatch.setattr(instance_control, "WARM_S", PATIENCE_S)
     made.extend(Instance(name, front_end.socket, number=5) for name in ("three", "four", "prompts"))
     until(lambda: len(front_end.names()) == 5)
-    made[1].loop.used_adapters = lambda: ["there", "waits", "b", "a"]
-    made[3].loop.ready_adapters = lambda names: ["there"] if names == made[1].loop.used_adapters() else []
+    made[1].loop.used_adapters = lambda: {"there": 4, "waits": 3, "b": 2, "a": 1}
+    made[3].loop.ready_adapters = lambda names: ["there"] if names == [*made[1].loop.used_adapters()] else []
     return made[1:]
 
 
@@ -136,13 +137,46 @@ def test_a_router_that_does_not_read_adapters_finds_them_at_all_others_of_the_ro
     assert not any(one.load.recent for one in front_end.instance_registry.instances)
 
 
+def test_adapters_of_instances_that_leave_together_load_by_the_sum_of_their_requests(front_end, five):
+    five[0].loop.used_adapters = lambda: {"a": 4, "b": 3}
+    five[1].loop.used_adapters = lambda: {"c": 5, "b": 3}
+    control = InstanceControl(front_end.instance_registry, 20.0, ["prompts"])
+    front_end.run(control.check_leaving(["one", "two"]))
+    assert preloads(five)[2:4] == [[[["b", "c", "a"]]]] * 2
+
+
+def test_an_older_version_of_a_missing_adapter_is_no_place_for_its_requests(front_end, five):
+    registry = front_end.instance_registry
+    [lacks] = (one for one in registry.instances if one.name == "three")
+    lacks.missing.add("there")
+    five[3].loop.ready_adapters = lambda names: ["a", "waits"]
+    front_end.run(InstanceControl(registry, 20.0, ["prompts"], by_adapter=True).drain_instance("one"))
+    loaded = [name for calls in preloads(five) for [names] in calls for name in names]
+    assert sorted(loaded) == ["b", "there"]
+    assert "there" not in lacks.load.recent
+    [has_two] = (one.load.recent for one in registry.instances if one.name == "four")
+    assert [name for name in has_two if name in ("a", "waits")] == ["a", "waits"], "the most used is latest"
+
+
 def num_lists(instances: list[Instance]) -> int:
     return [verb for one in instances for verb, *_ in one.loop.calls].count("list_adapters")
 
 
+@pytest.fixture
+def limits_s(monkeypatch) -> list[float]:
+    """Limits of answers before a drain, by call; in fact 0.2 s after the first call."""
+    found: list[float] = []
+
+    def record(limit_s):
+        found.append(limit_s)
+        return move_on_after(PATIENCE_S if len(found) == 1 else 0.2)
+
+    monkeypatch.setattr(instance_control, "move_on_after", record)
+    return found
+
+
 @pytest.mark.parametrize("by_adapter", [False, True])
-def test_a_busy_instance_keeps_no_other_from_loading(front_end, five, monkeypatch, by_adapter):
-    monkeypatch.setattr(instance_control, "WARM_S", 0.2)
+def test_a_busy_instance_keeps_no_other_from_loading(front_end, five, limits_s, by_adapter):
     five[2].loop.unanswered = {"list_adapters", "ready_adapters", "preload_adapters"}
     control, num_before = (
         InstanceControl(front_end.instance_registry, 20.0, by_adapter=by_adapter),
@@ -162,6 +196,17 @@ def test_a_drain_goes_on_without_an_answer_of_the_leaving_instance(front_end, fi
     assert "one doesn't name its adapters" in caplog.text
 
 
+@pytest.mark.parametrize("by_adapter", [False, True])
+def test_all_answers_before_a_drain_share_one_limit(front_end, five, limits_s, by_adapter):
+    five[1].loop.unanswered = {"ready_adapters", "preload_adapters"}
+    control = InstanceControl(front_end.instance_registry, 20.0, by_adapter=by_adapter)
+    front_end.run(control.drain_instance("one"))
+    used_s, next_s, last_s = limits_s[0], limits_s[1], limits_s[-1]
+    assert used_s <= PATIENCE_S / 3
+    assert next_s < (PATIENCE_S / 2 if by_adapter else PATIENCE_S)
+    assert last_s < PATIENCE_S
+
+
 @pytest.mark.parametrize("other", ["drain", "restart"])
 def test_of_two_instances_that_leave_at_once_one_stays(front_end, control, other):
     async def both() -> list:
@@ -176,8 +221,9 @@ def test_of_two_instances_that_leave_at_once_one_stays(front_end, control, other
 def test_an_instance_is_not_drained_if_it_is_undrained_or_the_others_are_lost_while_they_load(
     front_end, control, made
 ):
+    control = InstanceControl(front_end.instance_registry, drain_s=20.0, by_adapter=True)
     first, second = made[1:]
-    first.loop.used_adapters = lambda: ["a"]
+    first.loop.used_adapters = lambda: {"a": 1}
     may_load = threading.Event()
     second.loop.preload_adapters = lambda names: int(may_load.wait(PATIENCE_S))
 
@@ -203,6 +249,7 @@ def test_an_instance_is_not_drained_if_it_is_undrained_or_the_others_are_lost_wh
     with pytest.raises(ConfigError, match="no other takes requests"):
         front_end.run(drain(2, lose))
     assert not front_end.instance_registry.drained
+    assert not front_end.instance_registry.drains.warmed
 
 
 def test_the_last_that_takes_requests_and_a_stranger_are_not_drained(front_end, control):
