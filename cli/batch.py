@@ -165,7 +165,7 @@ def _run_here(run: BatchRun, todo: list[BatchLine], cluster: ClusterConfig) -> N
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     set_log_level(cluster.front_end.log_level)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request
+    logging.getLogger("httpx").setLevel(logging.WARNING)
 
     async def send(app: FastAPI) -> None:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -38,7 +38,7 @@ class _Parameters(msgspec.Struct):
 
 @dataclass(frozen=True)
 class MlxConfig:
-    """fields: of adapter_config.json, called `where` in errors; those of the training have no effect."""
+    """fields: of adapter_config.json, called `where` in errors."""
 
     fields: Mapping[str, Any]
     where: str

@@ -125,7 +125,7 @@ class EditedSequence(Sequence):
         return None
 
     def _may_close_later(self) -> bool:
-        """True if the reasoning's character may end before its mark."""
+        """True if a character may end before the mark."""
         return not self._has_thought and 0 <= self._num_late < MAX_LATE_TOKENS
 
     def penalties(self) -> np.ndarray:
