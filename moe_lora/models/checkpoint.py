@@ -51,6 +51,7 @@ class Checkpoint:
         self._readers = ThreadPoolExecutor(_NUM_READERS, "checkpoint")
         self._reads: defaultdict[str, list[Future[None]]] = defaultdict(list)
         self._batch: list[tuple[MappedFile, str, torch.Tensor]] = []
+        self._batch_bytes = 0
         found = indexed(model_dir)
         if found is not None:
             self.file_of = found
@@ -118,12 +119,13 @@ class Checkpoint:
         if not file.fits(piece.key, out):
             return False
         self._batch.append((file, piece.key, out))
-        if sum(tensor.nbytes for _, _, tensor in self._batch) >= _READ_BYTES:
+        self._batch_bytes += out.nbytes
+        if self._batch_bytes >= _READ_BYTES:
             self._start_reads()
         return True
 
     def _start_reads(self) -> None:
-        batch, self._batch = self._batch, []
+        batch, self._batch, self._batch_bytes = self._batch, [], 0
         done = self._readers.submit(_read_all, batch)
         for _, key, _ in batch:
             self._reads[key].append(done)
@@ -135,7 +137,8 @@ class Checkpoint:
 
     def release(self, pieces: Iterable[Piece]) -> None:
         """Wait for the tensors' reads, and free their mapped pages."""
-        self._start_reads()
+        if self._batch:
+            self._start_reads()
         for path, keys in self._by_file(pieces).items():
             for read in (read for key in keys for read in self._reads.pop(key, ())):
                 read.result()
