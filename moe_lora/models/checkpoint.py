@@ -101,8 +101,7 @@ class Checkpoint:
         return self._files[path]
 
     def __contains__(self, key: object) -> bool:
-        stored = self.scheme is not None and self.scheme.present(str(key), self.file_of)
-        return stored or key in self.file_of
+        return key in self.file_of or bool(self.scheme and self.scheme.present(str(key), self.file_of))
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key not in self.file_of:
@@ -172,8 +171,7 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, open_file(path, str(path))
         self._entries = header_entries(self._file, str(path))
-        sharing, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
-        self._map = mmap.mmap(self._file.fileno(), 0, sharing, access)
+        self._map = mmap.mmap(self._file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def tensor(self, key: str) -> torch.Tensor:
         """A view of the mapping.  Raises KeyError."""
@@ -210,8 +208,7 @@ class MappedFile:
             self._map.madvise(mmap.MADV_DONTNEED, start, size)
 
     def _ranges(self, keys: Iterable[str]) -> Iterator[tuple[int, int]]:
-        spans = sorted(self._entries[key].span for key in keys if key in self._entries)
-        for first, last in _joined(spans):
+        for first, last in _joined(sorted(self._entries[key].span for key in keys if key in self._entries)):
             start = first - first % mmap.PAGESIZE
             yield start, min(last, len(self._map)) - start
 
