@@ -51,6 +51,7 @@ class Checkpoint:
         self._readers = ThreadPoolExecutor(_NUM_READERS, "checkpoint")
         self._reads: defaultdict[str, list[Future[None]]] = defaultdict(list)
         self._batch: list[tuple[MappedFile, str, torch.Tensor]] = []
+        self._batch_bytes = 0
         found = indexed(model_dir)
         if found is not None:
             self.file_of = found
@@ -100,8 +101,7 @@ class Checkpoint:
         return self._files[path]
 
     def __contains__(self, key: object) -> bool:
-        stored = self.scheme is not None and self.scheme.present(str(key), self.file_of)
-        return stored or key in self.file_of
+        return key in self.file_of or bool(self.scheme and self.scheme.present(str(key), self.file_of))
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key not in self.file_of:
@@ -118,12 +118,13 @@ class Checkpoint:
         if not file.fits(piece.key, out):
             return False
         self._batch.append((file, piece.key, out))
-        if sum(tensor.nbytes for _, _, tensor in self._batch) >= _READ_BYTES:
+        self._batch_bytes += out.nbytes
+        if self._batch_bytes >= _READ_BYTES:
             self._start_reads()
         return True
 
     def _start_reads(self) -> None:
-        batch, self._batch = self._batch, []
+        batch, self._batch, self._batch_bytes = self._batch, [], 0
         done = self._readers.submit(_read_all, batch)
         for _, key, _ in batch:
             self._reads[key].append(done)
@@ -135,7 +136,8 @@ class Checkpoint:
 
     def release(self, pieces: Iterable[Piece]) -> None:
         """Wait for the tensors' reads, and free their mapped pages."""
-        self._start_reads()
+        if self._batch:
+            self._start_reads()
         for path, keys in self._by_file(pieces).items():
             for read in (read for key in keys for read in self._reads.pop(key, ())):
                 read.result()
@@ -169,8 +171,7 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, open_file(path, str(path))
         self._entries = header_entries(self._file, str(path))
-        sharing, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
-        self._map = mmap.mmap(self._file.fileno(), 0, sharing, access)
+        self._map = mmap.mmap(self._file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def tensor(self, key: str) -> torch.Tensor:
         """A view of the mapping.  Raises KeyError."""
@@ -207,8 +208,7 @@ class MappedFile:
             self._map.madvise(mmap.MADV_DONTNEED, start, size)
 
     def _ranges(self, keys: Iterable[str]) -> Iterator[tuple[int, int]]:
-        spans = sorted(self._entries[key].span for key in keys if key in self._entries)
-        for first, last in _joined(spans):
+        for first, last in _joined(sorted(self._entries[key].span for key in keys if key in self._entries)):
             start = first - first % mmap.PAGESIZE
             yield start, min(last, len(self._map)) - start
 

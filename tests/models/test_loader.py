@@ -14,6 +14,7 @@ from torch import nn
 from moe_lora.adapters.peft.base import base_tensor
 from moe_lora.core.errors import ConfigError
 from moe_lora.core.wrong_files import INDEX_NAME, SINGLE_NAME, read_header
+from moe_lora.models import checkpoint as checkpoints
 from moe_lora.models import loader
 from moe_lora.models.checkpoint import Checkpoint
 from moe_lora.models.loader import load_model
@@ -293,6 +294,20 @@ def test_tensors_are_mapped_not_read(llama):
     checkpoint = Checkpoint(llama)
     first, second = (checkpoint["model.embed_tokens.weight"] for _ in range(2))
     assert first.data_ptr() == second.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_empty_batch_is_read(dtype, llama, monkeypatch):
+    batches, read = [], checkpoints._read_all
+
+    def noted(batch):
+        batches.append(batch)
+        read(batch)
+
+    monkeypatch.setattr(checkpoints, "_read_all", noted)
+    load(llama, dtype)
+    assert all(batches)
+    assert bool(batches) == (dtype == torch.float32)
 
 
 def test_weights_lie_side_by_side(llama):
