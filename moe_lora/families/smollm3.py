@@ -19,9 +19,7 @@ def _unrotated(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
 
 
 def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
-    if not config.flag("use_sliding_window"):
-        return (0,) * num_layers
-    unrotated = _unrotated(config, num_layers)
+    unrotated = _unrotated(config, num_layers) if config.flag("use_sliding_window") else ()
     kinds = ["sliding_attention" if i in unrotated else "full_attention" for i in range(num_layers)]
     return windows_by_type(config, config.size("sliding_window", default=0, least=0), kinds)
 

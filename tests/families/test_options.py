@@ -173,6 +173,10 @@ VARIANTS = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "smollm3-windows-of-layer-types": (
+        "smollm3",
+        {"use_sliding_window": False, "layer_types": [*["full_attention"] * 2, "sliding_attention"]},
+    ),
     "dense-qwen3-biases-and-tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     "qwen2-moe-steps-and-windows": (
         "qwen2_moe",
