@@ -86,7 +86,8 @@ def test_table_says_whether_kernels_begin_while_the_ones_before_end(tmp_path, mo
 
         configs.start(Kernel(), 1, torch.empty(1), BLOCK=2)
     early = {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}
-    assert launched == [{"BLOCK": 2, **early}, {"BLOCK": 2}]
+    assert launched == [{"BLOCK": 2, **early, **configs.OPTIONS}, {"BLOCK": 2, **configs.OPTIONS}]
+    assert configs.OPTIONS == {"enable_fp_fusion": True}
 
 
 def test_launches_name_modules_that_exist():
