@@ -51,10 +51,14 @@ def check_targets(inputs: Iterable[str | Path | None] = (), **paths: str | Path 
         if path.is_file() or not path.exists():
             with suppress(OSError):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-                raise ValueError(
-                    f"--{name}={given}: there is no folder {path.parent} to write to; write elsewhere"
+            folder = path.parent
+            if not (folder.is_dir() and os.access(folder, os.W_OK)):
+                what = (
+                    "the folder {} can't be written"
+                    if folder.is_dir()
+                    else "there is no folder {} to write to"
                 )
+                raise ValueError(f"--{name}={given}: {what.format(folder)}; write elsewhere")
         if path.is_file() and any(one.is_file() and one.samefile(path) for one in read):
             raise ValueError(f"--{name}={given} is a file to read too; write to another")
         if path in names:
@@ -65,9 +69,15 @@ def check_targets(inputs: Iterable[str | Path | None] = (), **paths: str | Path 
 def write_text(path: str | Path, text: str) -> None:
     """Write the file atomically; makes missing folders.
 
-    Follows links; writes to devices and pipes directly.
+    Follows links; writes to devices and pipes directly.  Raises OSError with the file.
     """
-    path = Path(path)
+    try:
+        _write_text(Path(path), text)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _write_text(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return

@@ -86,7 +86,7 @@ def read_keys(path: Path) -> list[ApiKey]:
         raise ConfigError(f"the keys in {path} can't be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(
-            f"the keys in {path} can't be read: {error}; mend the file by moe-lora keys"
+            f"the keys in {path} can't be read: {error}; restore the file, or remove it and add keys anew"
         ) from error
     return keys
 
@@ -101,7 +101,7 @@ def add_key(path: Path, key: ApiKey) -> str:
     except msgspec.ValidationError as error:
         raise ConfigError(f"such a key can't be: {error}") from error
     with _locked(path):
-        keys = read_keys(path) if path.exists() else []
+        keys = read_keys(path) if path.exists() and path.stat().st_size else []
         for other in keys:
             if other.tenant == new.tenant and other.share != new.share:
                 raise ConfigError(

@@ -295,7 +295,11 @@ def bind_admin(address: str | None) -> Iterator[list[socket.socket]]:
 
 @contextlib.contextmanager
 def bound(config: FrontEndConfig) -> Iterator[list[socket.socket]]:
-    """Sockets of a front end and its administrators.  Raises ConfigError."""
+    """Sockets of a front end and its administrators.  Raises ConfigError, also for an unusable batch_dir."""
+    if config.batch_dir is not None:
+        from .batches.store import check_folder
+
+        check_folder(config.batch_dir)
     with bind(config.host, config.port) as sock, bind_admin(config.admin_address) as admin:
         yield [sock, *admin]
 

@@ -118,9 +118,25 @@ def test_a_file_in_a_folder_without_the_right_to_write_is_refused_and_a_device_n
     (tmp_path / "x").write_text("before")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     for name in ("x", "new"):
-        with pytest.raises(ValueError, match=r"--out=.*no folder .* to write to"):
+        with pytest.raises(ValueError, match=rf"--out=.*the folder {tmp_path} can't be written; write else"):
             check_targets(out=tmp_path / name)
     check_targets(out="/dev/null")
+
+
+def test_a_full_disk_is_an_error_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        write_text("/dev/full", "after")
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    target = tmp_path / "plan.yaml"
+    target.write_text("before")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{target}'"):
+        write_text(target, "after")
+    assert [one.name for one in tmp_path.iterdir()] == ["plan.yaml"]
+    assert target.read_text() == "before"
 
 
 def test_kind_must_say_how_the_numbers_came_about(tmp_path: Path) -> None:

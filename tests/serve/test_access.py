@@ -729,6 +729,19 @@ def test_a_user_who_can_not_write_the_folder_of_the_keys_is_told_so(tmp_path, mo
         add_key(tmp_path / "keys.json", rights("acme"))
 
 
+def test_an_empty_file_gets_its_first_key_and_a_damaged_file_stays(tmp_path):
+    file = tmp_path / "keys.json"
+    file.touch()
+    key = add_key(file, rights("acme"))
+    assert KeyRing(str(file)).find(key).tenant == "acme"
+    file.write_text('{"keys": [')
+    with pytest.raises(
+        ConfigError, match=r"can't be read: .*; restore the file, or remove it and add keys anew"
+    ):
+        add_key(file, rights("acme"))
+    assert file.read_text() == '{"keys": ['
+
+
 GOOD = {"id": "a", "digest": "0" * 64, "tenant": "t"}
 
 

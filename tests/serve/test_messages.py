@@ -234,6 +234,22 @@ def test_a_stream_collects_to_the_whole_message(text, tokens_per_step):
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == len(whole["content"])
 
 
+@pytest.mark.parametrize(
+    ("cut", "given"), [(1, {"city": "Oslo", "days": 3}), (12, {"city": "Oslo"}), (20, {})]
+)
+def test_a_call_cut_by_the_limit_has_the_whole_values_of_its_input(cut, given):
+    with saying('[{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}]') as (client, engine):
+        body = {"tools": [WEATHER], "tool_choice": {"type": "any"}}
+        body["max_tokens"] = len(engine.answers[None]) - 1 - cut
+        message = send(client, **body).json()
+        events = streamed(client, **body)
+    [call] = message["content"]
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "weather", given)
+    assert message["stop_reason"] == events[-2]["delta"]["stop_reason"] == "max_tokens"
+    [start] = [one["content_block"] for one in events if one["type"] == "content_block_start"]
+    assert (start["type"], start["name"]) == ("tool_use", "weather")
+
+
 def test_an_adapter_s_message_has_its_version(server):
     body = {"model": "shout", "max_tokens": 20, "messages": [USER]}
     assert server.post("/v1/messages", body).json()["adapter_version"] == 1

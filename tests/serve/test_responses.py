@@ -209,6 +209,22 @@ def test_a_complete_call_is_completed_in_a_cut_answer(after, items):
         assert found == [("function_call", "completed"), *items]
 
 
+@pytest.mark.parametrize("cut", [2, 8])
+def test_a_call_cut_by_the_limit_is_an_incomplete_call(cut):
+    with saying('[{"name": "weather", "arguments": {"city": "Oslo"}}]') as (client, engine):
+        body = {"tools": [WEATHER], "tool_choice": "required", "store": False}
+        body["max_output_tokens"] = len(engine.answers[None]) - 1 - cut
+        whole = respond(client, **body)
+        *_, last = respond(client, stream=True, **body)
+    shown = []
+    for answer in (whole, last.response):
+        [call] = answer.output
+        assert (answer.status, call.type, call.status) == ("incomplete", "function_call", "incomplete")
+        shown.append((call.name, call.arguments))
+    assert shown[0] == shown[1]
+    assert shown[0][1].startswith('{"city":')
+
+
 def test_a_call_after_a_malformed_one_is_the_single_call():
     malformed = CALL.replace('"Oslo"', "Oslo")
     with saying(f"{malformed}\n{CALL}\n{CALL}") as (client, _):

@@ -18,7 +18,7 @@ from moe_lora.config.front_end import REASONING_PARSERS, TOOL_PARSERS
 from moe_lora.serve.openai.parsers import TOOL_FORMATS, parser_class, tagged_calls
 from moe_lora.serve.openai.parsers.answers import ParsedChoice
 from moe_lora.serve.openai.parsers.choice import AnswerParsers
-from moe_lora.serve.openai.parsers.machine import Kind
+from moe_lora.serve.openai.parsers.machine import Kind, is_object
 from moe_lora.serve.openai.parsers.tagged_calls import STRING, as_json, types_of
 from moe_lora.serve.openai.parsers.thinking import REASONING_FORMATS
 from tests.grids import diagonal, with_quick
@@ -143,6 +143,12 @@ def whole(found, text):
     return pieces.content, pieces.reasoning, [(call.name, call.arguments) for call in calls]
 
 
+def whole_at_limit(found, text):
+    """As `whole`, of an answer that a limit ended."""
+    pieces, calls = ParsedChoice(found).whole(text, at_limit=True)
+    return pieces.content, pieces.reasoning, [(call.name, call.arguments) for call in calls]
+
+
 def assert_same_for_all_cuts(found, text, step=1):
     expected = streamed(found, [text])
     assert streamed(found, [*text]) == expected
@@ -221,6 +227,35 @@ def test_a_call_cut_short_is_content_of_a_whole_answer(name, text, step):
         assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
         assert_same = streamed(parsers(name), [cut])
         assert streamed(parsers(name), [*cut]) == assert_same
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [*FORMATS, ("forced", f"[{OBJECT}, {NOW}]")],
+    ids=[*IDS, "forced"],
+)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_call_cut_by_a_limit_is_the_call_of_a_stream(name, text, parallel):
+    found, partial = parsers(name, parallel=parallel), 0
+    for end in range(len(text)):
+        shown = whole_at_limit(found, text[:end])
+        assert shown == streamed(found, [text[:end]]), text[:end]
+        partial += any(not is_object(arguments) for _, arguments in shown[2])
+    is_read_whole = '"arguments": ' in text and text.index("arguments") < text.index("name")
+    assert partial > len(ARGUMENTS) / 2 or is_read_whole
+
+
+MALFORMED_AT_LIMIT = MALFORMED | {
+    "qwen3_coder": "<tool_call><function=weather>junk</function>",
+    "glm4": "<tool_call>weather\n<arg_key>city</arg_key><arg_value>x</arg_value>junk",
+    "minimax_m2": '<invoke name="weather">junk</invoke>',
+    "forced": '[{"name": "now", "arguments": {x',
+}
+
+
+@pytest.mark.parametrize(("name", "text"), MALFORMED_AT_LIMIT.items())
+def test_a_malformed_call_is_content_at_a_limit_too(name, text):
+    assert whole_at_limit(parsers(name), text) == (text, "", [])
 
 
 PIECES = st.sampled_from(

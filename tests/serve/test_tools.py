@@ -213,6 +213,19 @@ def test_a_call_cut_by_the_limit_ends_with_length():
         assert streamed(client, max_tokens=40)[3] == "length"
 
 
+@pytest.mark.parametrize("cut", [1, 2, 12, 25])
+def test_a_forced_call_cut_by_the_limit_is_a_call_as_in_a_stream(cut):
+    """A limit within the arguments, or before the brackets after them."""
+    with saying('[{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}]') as (client, engine):
+        body = {"tool_choice": "required", "max_tokens": len(engine.answers[None]) - 1 - cut}
+        choice = ask(client, **body).choices[0]
+        content, _, calls, reason, _ = streamed(client, **body)
+    [call] = choice.message.tool_calls
+    assert call.id.startswith("call_")
+    assert (call.function.name, call.function.arguments) == (calls[0]["name"], calls[0]["arguments"])
+    assert (choice.message.content or "", choice.finish_reason) == (content, reason) == ("", "length")
+
+
 HISTORY = [
     USER,
     {

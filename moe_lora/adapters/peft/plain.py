@@ -9,6 +9,7 @@ Legend: E experts, R LoRA rank, I inputs, O outputs.
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from moe_lora.adapters.packed import Pair
@@ -133,20 +135,26 @@ def _subtracted(pair: Pair, first: Pair) -> Pair:
 def write_plain(
     pairs: Sequence[PlainPair], folder: Path, kept: Mapping[str, Any], num_layers: int, stack: str
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors.  Raises AdapterError for a used folder.
+    """Write adapter_config.json and adapter_model.safetensors.
+
+    Raises AdapterError for a used folder, and for a folder that can't be written: nothing is left of it.
 
     kept: fields of the source's config.
     """
     if folder.exists() and any(folder.iterdir()):
         raise AdapterError(f"{folder}: is not empty; give a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for pair in pairs:
         for part, tensor in zip(pair.parts, (pair.a, pair.b), strict=True):
             tensors[f"{_FRONT}{pair.key}.{part}"] = tensor.contiguous()
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     fields = {**_config(pairs, num_layers, stack), **kept}
-    (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n")
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(folder.resolve(), ignore_errors=True)
+        raise AdapterError(f"{folder} can't be written: {error}; nothing is left of it") from error
 
 
 def _sorted(pairs: Iterable[Pair]) -> _Layer:

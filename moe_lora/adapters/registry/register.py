@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE, adapter_folder
@@ -37,7 +38,8 @@ def register_adapter(
     """Check an adapter against the base model in `model_dir`, then `Registry.add`.
 
     source: a PEFT folder, or LoRA tensors by their PEFT keys with `config` (see `pack_state_dict`).  link:
-    for a folder only.  Raises AdapterError as `read_adapter`, ConfigError for an unreadable base model.
+    for a folder only.  Raises AdapterError as `read_adapter` and for a full TMPDIR, ConfigError for an
+    unreadable base model.
     """
     if isinstance(source, Mapping):
         if config is None:
@@ -60,6 +62,8 @@ def _write(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[st
         text = json.dumps(config)
         # Cloned: safetensors refuses tensors with shared memory.
         save_file({key: tensor.clone() for key, tensor in tensors.items()}, folder / WEIGHTS_FILE)
+        (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
     except (TypeError, ValueError) as error:
         raise AdapterError(f"config or tensors can't be saved as a PEFT adapter: {error}") from error
-    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"{folder} can't be written: {error}; make room in TMPDIR") from error

@@ -13,7 +13,7 @@ import uuid
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from email.parser import HeaderParser
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -66,6 +66,31 @@ class FullError(ApiError):
         super().__init__(413, what, "file", closes=True)
 
 
+@contextmanager
+def _usable(folder: str | None) -> Iterator[None]:
+    """Raises ConfigError for an OSError."""
+    try:
+        yield
+    except BlockingIOError:
+        raise ConfigError(f"batch_dir={folder} is in use by another server; choose another") from None
+    except OSError as error:
+        raise ConfigError(f"batch_dir={folder} can't be used: {error.strerror}") from error
+
+
+def _locked(folder: Path) -> int:
+    """The lock of the folder; makes the folder.  Raises OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return lock
+
+
+def check_folder(folder: str) -> None:
+    """Raises ConfigError for an unusable folder."""
+    with _usable(folder):
+        os.close(_locked(Path(folder)))
+
+
 class Store:
     """Records and contents of a folder, for one process at a time.
 
@@ -79,20 +104,14 @@ class Store:
         self._receiving: Counter[str] = Counter()
         self._used: Counter[str] = Counter()
         """Bytes of files by owner."""
-        try:
+        with _usable(folder):
             if folder is None:
                 own = OwnFolder(None, "moe_lora-batches-")
                 weakref.finalize(self, own.remove)
                 folder = str(own.path)
             self._folder = Path(folder)
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = _locked(self._folder)
             self._read()
-        except BlockingIOError:
-            raise ConfigError(f"batch_dir={folder} is in use by another server; choose another") from None
-        except OSError as error:
-            raise ConfigError(f"batch_dir={folder} can't be used: {error.strerror}") from error
 
     def _read(self) -> None:
         for path in self._folder.iterdir():

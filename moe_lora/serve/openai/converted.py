@@ -20,6 +20,7 @@ from .endpoints import ChatFormat, EventStream, while_connected
 from .fields import MAX_NAMED, NEUTRAL, FieldError, check_unknown, drop_neutral
 from .generation import Delta, Generation
 from .parsers.answers import AnswerPart, MarkedText, ParsedChoice, ToolCall
+from .parsers.machine import object_start
 from .preparing import Prepared
 from .protocol import ApiRequest, ChatRequest, StreamOptions, whole_characters
 
@@ -220,8 +221,8 @@ class AnswerBlock:
     logprobs: list[Any] = field(default_factory=list)
 
     def arguments(self) -> Any:
-        """The call's arguments, decoded."""
-        return json.loads(self.text or "{}")
+        """The call's arguments, decoded; of a cut call the whole values."""
+        return object_start(self.text) if self.is_cut else json.loads(self.text or "{}")
 
 
 class BlockFormat(ChatFormat):
@@ -285,15 +286,15 @@ class BlockFormat(ChatFormat):
             async for delta in deltas:
                 list(self._grown(delta))
         list(self._close_last())
-        self._join_malformed()
+        self._join_malformed(at_limit=self.finish_reason != "stop")
         self._finish()
         return True
 
-    def _join_malformed(self) -> None:
+    def _join_malformed(self, *, at_limit: bool = False) -> None:
         """Malformed calls become content, joined with adjacent content."""
         blocks, self.blocks = self.blocks, []
         for block in blocks:
-            if block.call is not None and not block.call.is_valid():
+            if block.call is not None and not block.call.is_shown(at_limit=at_limit):
                 block = AnswerBlock("content", block.call.source)
             last = self.blocks[-1] if self.blocks else block
             if last is not block and last.kind == block.kind == "content":
@@ -324,8 +325,8 @@ class BlockFormat(ChatFormat):
         """Mark cut blocks; without reasoning, drop the count of its tokens."""
         if not any(block.kind == "reasoning" for block in self.blocks):
             self.num_reasoning_tokens = 0
-        if self.blocks and self.finish_reason in ("length", "abort"):
-            self.blocks[-1].is_cut = self.blocks[-1].call is None
+        if self.blocks and self.blocks[-1].call is None:
+            self.blocks[-1].is_cut = self.finish_reason in ("length", "abort")
         calls = [] if self._choice is None else self._choice.calls
         if self.finish_reason == "stop" and any(call.is_valid() for call in calls):
             self.finish_reason = "tool_calls"

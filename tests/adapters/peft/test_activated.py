@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors import SafetensorError
 
 from moe_lora.adapters.host_store import HostStore, is_intact
+from moe_lora.adapters.peft import plain
 from moe_lora.adapters.peft.file_check import bad_adapters
 from moe_lora.adapters.peft.reader import read_adapter
 from moe_lora.cli.main import main
@@ -58,6 +62,24 @@ def test_a_converted_adapter_stays_activated(family, checkpoint, shape_of, tmp_p
     plain = change(source, config={"alora_invocation_tokens": None})
     assert convert(plain, tmp_path / "c", base).exit_code == 0
     assert PeftConfig.from_pretrained(str(tmp_path / "c")).alora_invocation_tokens is None
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_full_disk_leaves_nothing_of_a_converted_adapter(is_there, checkpoint, tmp_path, monkeypatch):
+    def full(_: object, path: Path, **_more: object) -> None:
+        path.write_bytes(b"begun")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    base, target = checkpoint("llama"), tmp_path / "b"
+    source = outer_adapter("llama", base, tmp_path / "a")
+    if is_there:
+        target.mkdir()
+    monkeypatch.setattr(plain, "save_file", full)
+    found = convert(source, target, base)
+    assert (found.exit_code, found.output.count("\n")) == (1, 1)
+    assert f"{target} can't be written: Error" in found.output
+    assert "No space left on device; nothing is left of it" in found.output
+    assert not target.exists()
 
 
 def test_an_activated_adapter_of_a_changed_base_is_not_converted(checkpoint, tmp_path):

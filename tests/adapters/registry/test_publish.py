@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from moe_lora.adapters.peft.files import CONFIG_FILE, WEIGHTS_FILE
 from moe_lora.adapters.peft.reader import read_adapter
+from moe_lora.adapters.registry import register
 from moe_lora.api import Registry, register_adapter
 from moe_lora.core.errors import AdapterError
 from tests.families import make_adapter
@@ -46,6 +48,18 @@ def test_tensors_of_a_training_loop_are_stored_as_an_adapter_that_computes_the_s
 def test_an_adapter_of_other_sizes_is_refused(registry, trained, checkpoint):
     with pytest.raises(AdapterError, match=str(trained)):
         register_adapter(registry, "x", trained, model_dir=checkpoint("dbrx"))
+    assert registry.adapters() == []
+
+
+@pytest.mark.parametrize("kind", [SafetensorError, OSError])
+def test_a_full_folder_for_temporary_files_is_named(registry, trained, checkpoint, monkeypatch, kind):
+    def full(*_: object) -> None:
+        raise kind("No space left on device")
+
+    monkeypatch.setattr(register, "save_file", full)
+    tensors, config = load_file(trained / WEIGHTS_FILE), json.loads((trained / CONFIG_FILE).read_text())
+    with pytest.raises(AdapterError, match=r"/moe_lora-\w+ can't be written: No space .*make room in TMPDIR"):
+        register_adapter(registry, "x", tensors, config, model_dir=checkpoint("mixtral"))
     assert registry.adapters() == []
 
 

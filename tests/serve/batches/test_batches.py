@@ -27,6 +27,9 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from moe_lora.assemble import serve, serve_front_end, serve_host
+from moe_lora.config import EngineConfig, FrontEndConfig
+from moe_lora.config.cluster import ClusterConfig
 from moe_lora.config.front_end import ControllerConfig, FrontEndPlace
 from moe_lora.core.clock import WallClock
 from moe_lora.core.errors import BusyError, ConfigError
@@ -802,6 +805,28 @@ def test_several_front_ends_have_no_batches(tokenizer, tmp_path):
     settings = replace(frontend.cluster.front_end, batch_dir=str(tmp_path))
     with pytest.raises(ConfigError, match="batch_dir"):
         replace(frontend.cluster, front_end=settings)
+
+
+@pytest.mark.parametrize("start", [serve, lambda cluster: serve_host(cluster, 1), serve_front_end])
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_folder_that_can_t_be_used_is_refused_before_roles_start(start, is_used, tmp_path, monkeypatch):
+    def started(work) -> None:
+        work.close()
+        pytest.fail("started")
+
+    monkeypatch.setattr("moe_lora.assemble._run", started)
+    folder, words = tmp_path / "file" / "batches", "can't be used: Not a directory"
+    (tmp_path / "file").touch()
+    if is_used:
+        folder, words = tmp_path / "used", "is in use by another server"
+        other = Store(str(folder), 1024)
+    front_end = FrontEndConfig(port=0, engines_address="127.0.0.1:7600", batch_dir=str(folder))
+    engine = EngineConfig(model_dir="demo/model", device="cpu")
+    cluster = ClusterConfig(engine=engine, served_model_name="demo", front_end=front_end)
+    with pytest.raises(ConfigError, match=f"batch_dir={folder} {words}"):
+        start(cluster)
+    if is_used:
+        os.close(other._lock)
 
 
 def test_a_folder_serves_one_server_at_a_time(tokenizer, tmp_path):

@@ -14,7 +14,7 @@ from moe_lora.serve.openai.endpoints import ChatFormat
 from moe_lora.serve.openai.generation import Delta
 
 from .choice import AnswerParsers
-from .machine import Event, is_object
+from .machine import Event, is_object, object_start
 
 
 class MarkedText:
@@ -58,6 +58,10 @@ class ToolCall:
     def is_valid(self) -> bool:
         """True for an ended call with an object as arguments."""
         return not self.is_cut and is_object(self.arguments)
+
+    def is_shown(self, *, at_limit: bool) -> bool:
+        """True for a call of a whole answer; a limit may have cut it."""
+        return self.is_valid() or (at_limit and self.is_cut and object_start(self.arguments) is not None)
 
 
 @dataclass
@@ -129,14 +133,14 @@ class ParsedChoice:
         """A text of the newest call; None after a choice's single call."""
         return None if self._is_full else AnswerPart("call", text, self.calls[-1])
 
-    def whole(self, text: str) -> tuple[Pieces, list[ToolCall]]:
-        """The answer in one piece.  A call without an object as arguments becomes content."""
+    def whole(self, text: str, *, at_limit: bool = False) -> tuple[Pieces, list[ToolCall]]:
+        """The answer in one piece.  A malformed call becomes content; at a limit, a cut call stays a call."""
         pieces = self.read(text, ended=True)
         kept: list[ToolCall] = []
         content: list[str] = []
         start = 0
         for call in self.calls:
-            if call.is_valid():
+            if call.is_shown(at_limit=at_limit):
                 kept.append(call)
             else:
                 content += pieces.content[start : call.from_char], call.source
@@ -185,7 +189,8 @@ class ParsedChat(ChatFormat):
         return pieces
 
     def whole(self, delta: Delta) -> dict[str, Any]:
-        pieces, calls = ParsedChoice(self._parsers).whole(delta.text)
+        at_limit = delta.finish_reason != "stop"
+        pieces, calls = ParsedChoice(self._parsers).whole(delta.text, at_limit=at_limit)
         is_empty = not pieces.content and bool(calls or pieces.reasoning)
         message: dict[str, Any] = {
             "role": "assistant",

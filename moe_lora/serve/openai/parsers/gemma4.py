@@ -51,10 +51,11 @@ class Gemma4Calls(Parser):
         return bool(self._rest)
 
     def _wait(self, *, may_follow: bool) -> bool:
-        """Wait for text, or end a malformed call."""
-        if may_follow and not self._ended and len(self._rest) < MAX_HEADER_CHARS:
+        """Wait for text, or end a cut or malformed call."""
+        may_follow = may_follow and len(self._rest) < MAX_HEADER_CHARS
+        if may_follow and not self._ended:
             return False
-        self._end_call("cut")
+        self._end_call("cut" if may_follow else "end")
         return True
 
     def _value(self) -> bool:
@@ -132,5 +133,5 @@ class Gemma4Calls(Parser):
             self._emit("arguments", first)
             self._state = self._after if self._open else self._close
         else:
-            self._end_call("cut")
+            self._end_call()
         return True

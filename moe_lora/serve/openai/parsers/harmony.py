@@ -80,10 +80,11 @@ class Harmony(Parser):
         marks = (*ENDS, START, CHANNEL)
         found = re.search("|".join(map(re.escape, marks)), self._rest)
         if found is None:
-            held = 0 if self._ended else held_chars(self._rest, marks)
+            is_whole = self._kind == "arguments" and self._scan.done
+            held = 0 if self._ended and not is_whole else held_chars(self._rest, marks)
             self._emit_body(self._consume(len(self._rest) - held))
             if self._ended:
-                self._end_body()
+                self._end_body(is_cut=not (self._scan.done or self._scan.broken))
             return self._ended
         self._emit_body(self._consume(found.start()))
         if found[0] in ENDS:
@@ -100,9 +101,9 @@ class Harmony(Parser):
         self._has_reasoning = self._has_reasoning or self._kind == "reasoning"
         self._emit(self._kind, text)
 
-    def _end_body(self) -> None:
+    def _end_body(self, *, is_cut: bool = False) -> None:
         if self._kind == "arguments":
             if not self._has_text:
                 self._emit("arguments", "{}")
-            self._end_call()
+            self._end_call("cut" if is_cut and self._has_text else "end")
         self._state = self._between

@@ -108,11 +108,13 @@ class JsonCalls(Parser):
 
     def _arguments(self) -> bool:
         self._emit("arguments", self._consume(self._scan.feed(self._rest)))
-        if self._scan.broken or (self._ended and not self._scan.done):
+        if self._scan.broken:
             self._state = self._close
         elif self._scan.done:
             self._scan = JsonScan(depth=1)
             self._state = self._after if self._is_outer else self._close
+        elif self._ended:
+            self._end_call("cut")
         else:
             return False
         return True

@@ -13,6 +13,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from pydantic_core import from_json
+
 MAX_HEADER_CHARS = 1024
 """Longest text between mark and arguments."""
 MAX_GAP_CHARS = 256
@@ -30,7 +32,7 @@ class Event(NamedTuple):
     """A piece of an answer.
 
     kind: "content" and "reasoning" have text; "call" has its name; "arguments" has a piece of JSON; "end" and
-    "cut" (without an end) have the call's source.  call_id: of the model, or "".
+    "cut" (the answer ended within the call) have the call's source.  call_id: of the model, or "".
     """
 
     kind: Kind
@@ -60,6 +62,15 @@ def is_object(text: str) -> bool:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         return False
+
+
+def object_start(text: str) -> dict[str, Any] | None:
+    """The whole values of an object cut anywhere; None for other text."""
+    try:
+        found = from_json(text.strip() or "{", allow_partial=True)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 class JsonScan:

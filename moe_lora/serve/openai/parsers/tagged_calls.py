@@ -91,9 +91,10 @@ class TaggedCalls(Parser):
             return True
         may_follow = rest.startswith(self.KEY) and len(self._rest) <= MAX_HEADER_CHARS
         may_follow = may_follow or any(one.startswith(rest) for one in marks)
-        if not self._ended and may_follow and gap <= MAX_GAP_CHARS:
+        may_follow = may_follow and gap <= MAX_GAP_CHARS
+        if not self._ended and may_follow:
             return False
-        self._end_call()
+        self._end_call("cut" if may_follow else "end")
         return True
 
     def _value(self) -> bool:
@@ -118,7 +119,7 @@ class TaggedCalls(Parser):
             return True
         self._emit("arguments", _escaped(self._read_start(end)))
         if self._ended:
-            self._end_call()
+            self._end_call("cut")
         return self._ended
 
     def _other(self) -> bool:
@@ -132,7 +133,7 @@ class TaggedCalls(Parser):
         self._held.append(self._read_start(end))
         self._num_held += len(self._held[-1])
         if self._ended:
-            self._end_call()
+            self._end_call("cut")
         elif self._num_held > MAX_HELD_CHARS:
             self._emit("arguments", '"' + _escaped("".join(self._held)))
             self._state = self._string
