@@ -123,15 +123,15 @@ def hub_address(path: str, patterns: Iterable[str]) -> str | None:
 
 def check_files(address: str, sizes: dict[str, int | None], max_bytes: int) -> list[str]:
     """The names to fetch.  sizes: bytes by name.  Raises AdapterError."""
-    weights = MLX_FILE if MLX_FILE in sizes and WEIGHTS_FILE not in sizes else WEIGHTS_FILE
-    for name in (CONFIG_FILE, weights):
+    weights = [one for one in (WEIGHTS_FILE, MLX_FILE) if one in sizes] or [WEIGHTS_FILE]
+    for name in (CONFIG_FILE, *weights):
         if name not in sizes:
             listed = ", ".join(sorted(sizes)[:10]) or "no files"
             hint = ""
             if name == WEIGHTS_FILE and "adapter_model.bin" in sizes:
                 hint = "; adapter_model.bin is a pickle, which can run code, and is not read"
             raise AdapterError(f"{address} has no {name} (it has {listed}){hint}")
-    names = [name for name in (CONFIG_FILE, weights, *FURTHER) if name in sizes]
+    names = [name for name in (CONFIG_FILE, *weights, *FURTHER) if name in sizes]
     unknown = [name for name in names if sizes[name] is None]
     if unknown:
         raise AdapterError(

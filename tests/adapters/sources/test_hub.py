@@ -39,13 +39,16 @@ def test_an_allowed_address_becomes_a_folder_with_the_same_files(hub: Hub, tmp_p
     assert found.name == hub.commit("acme/support")
 
 
-def test_the_tensors_of_mlx_lm_are_fetched_where_peft_has_none(hub: Hub, tmp_path: Path) -> None:
+def test_the_tensors_of_mlx_lm_are_fetched(hub: Hub, tmp_path: Path) -> None:
     repo, further = tmp_path / "repo", tmp_path / "repo" / "0000100_adapters.safetensors"
     (repo / WEIGHTS_FILE).rename(repo / MLX_FILE)
     further.write_bytes(b"an earlier step")
     found = Path(sources(tmp_path, "hf://acme/*").local("hf://acme/support"))
     assert {one.name for one in found.iterdir()} == {CONFIG_FILE, MLX_FILE}
     assert (found / MLX_FILE).read_bytes() == (repo / MLX_FILE).read_bytes()
+    (repo / WEIGHTS_FILE).write_bytes((repo / MLX_FILE).read_bytes())  # the config tells which counts
+    found = Path(sources(tmp_path, "hf://acme/*").local("hf://acme/support"))
+    assert {one.name for one in found.iterdir()} == {CONFIG_FILE, MLX_FILE, WEIGHTS_FILE}
 
 
 def test_a_second_fetch_transfers_nothing_and_a_new_commit_only_what_changed(

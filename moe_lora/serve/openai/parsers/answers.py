@@ -60,7 +60,7 @@ class ToolCall:
         return not self.is_cut and is_object(self.arguments)
 
     def is_shown(self, *, at_limit: bool) -> bool:
-        """True for a call of a whole answer; a limit may have cut it."""
+        """True for a valid call, or one cut by a limit."""
         return self.is_valid() or (at_limit and self.is_cut and object_start(self.arguments) is not None)
 
 
