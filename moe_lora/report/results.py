@@ -69,7 +69,7 @@ def check_targets(inputs: Iterable[str | Path | None] = (), **paths: str | Path 
 def write_text(path: str | Path, text: str) -> None:
     """Write the file atomically; makes missing folders.
 
-    Follows links; writes to devices and pipes directly.  Raises OSError with the file.
+    Follows links; writes to devices and pipes directly.
     """
     try:
         _write_text(Path(path), text)

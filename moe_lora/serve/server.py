@@ -295,7 +295,7 @@ def bind_admin(address: str | None) -> Iterator[list[socket.socket]]:
 
 @contextlib.contextmanager
 def bound(config: FrontEndConfig) -> Iterator[list[socket.socket]]:
-    """Sockets of a front end and its administrators.  Raises ConfigError, also for an unusable batch_dir."""
+    """Sockets of a front end and its administrators.  Raises ConfigError."""
     if config.batch_dir is not None:
         from .batches.store import check_folder
 

@@ -135,9 +135,7 @@ def _subtracted(pair: Pair, first: Pair) -> Pair:
 def write_plain(
     pairs: Sequence[PlainPair], folder: Path, kept: Mapping[str, Any], num_layers: int, stack: str
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors.
-
-    Raises AdapterError for a used folder, and for a folder that can't be written: nothing is left of it.
+    """Write adapter_config.json and adapter_model.safetensors.  Raises AdapterError for an unusable folder.
 
     kept: fields of the source's config.
     """

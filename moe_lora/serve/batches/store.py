@@ -68,7 +68,6 @@ class FullError(ApiError):
 
 @contextmanager
 def _usable(folder: str | None) -> Iterator[None]:
-    """Raises ConfigError for an OSError."""
     try:
         yield
     except BlockingIOError:
@@ -78,7 +77,7 @@ def _usable(folder: str | None) -> Iterator[None]:
 
 
 def _locked(folder: Path) -> int:
-    """The lock of the folder; makes the folder.  Raises OSError."""
+    """Makes the folder; returns its lock."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

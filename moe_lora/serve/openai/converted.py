@@ -221,7 +221,7 @@ class AnswerBlock:
     logprobs: list[Any] = field(default_factory=list)
 
     def arguments(self) -> Any:
-        """The call's arguments, decoded; of a cut call the whole values."""
+        """The decoded arguments; of a cut call, whole values."""
         return object_start(self.text) if self.is_cut else json.loads(self.text or "{}")
 
 

@@ -60,7 +60,7 @@ class ToolCall:
         return not self.is_cut and is_object(self.arguments)
 
     def is_shown(self, *, at_limit: bool) -> bool:
-        """True for a call of a whole answer; a limit may have cut it."""
+        """True for a valid or cut call."""
         return self.is_valid() or (at_limit and self.is_cut and object_start(self.arguments) is not None)
 
 
@@ -134,7 +134,7 @@ class ParsedChoice:
         return None if self._is_full else AnswerPart("call", text, self.calls[-1])
 
     def whole(self, text: str, *, at_limit: bool = False) -> tuple[Pieces, list[ToolCall]]:
-        """The answer in one piece.  A malformed call becomes content; at a limit, a cut call stays a call."""
+        """The answer in one piece.  Malformed calls become content; at a limit, cut calls stay."""
         pieces = self.read(text, ended=True)
         kept: list[ToolCall] = []
         content: list[str] = []
