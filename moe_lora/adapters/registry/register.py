@@ -38,8 +38,7 @@ def register_adapter(
     """Check an adapter against the base model in `model_dir`, then `Registry.add`.
 
     source: a PEFT folder, or LoRA tensors by their PEFT keys with `config` (see `pack_state_dict`).  link:
-    for a folder only.  Raises AdapterError as `read_adapter` and for a full TMPDIR, ConfigError for an
-    unreadable base model.
+    for a folder only.  Raises AdapterError as `read_adapter`, ConfigError for an unreadable base model.
     """
     if isinstance(source, Mapping):
         if config is None:

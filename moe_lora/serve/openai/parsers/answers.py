@@ -134,7 +134,7 @@ class ParsedChoice:
         return None if self._is_full else AnswerPart("call", text, self.calls[-1])
 
     def whole(self, text: str, *, at_limit: bool = False) -> tuple[Pieces, list[ToolCall]]:
-        """The answer in one piece.  A malformed call becomes content; at a limit, a cut call stays a call."""
+        """The answer in one piece.  Malformed calls become content; at a limit, cut calls stay."""
         pieces = self.read(text, ended=True)
         kept: list[ToolCall] = []
         content: list[str] = []

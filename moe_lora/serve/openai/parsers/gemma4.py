@@ -51,7 +51,7 @@ class Gemma4Calls(Parser):
         return bool(self._rest)
 
     def _wait(self, *, may_follow: bool) -> bool:
-        """Wait for text, or end a cut or malformed call."""
+        """Wait for text, or end the call."""
         may_follow = may_follow and len(self._rest) < MAX_HEADER_CHARS
         if may_follow and not self._ended:
             return False

@@ -32,7 +32,7 @@ class Event(NamedTuple):
     """A piece of an answer.
 
     kind: "content" and "reasoning" have text; "call" has its name; "arguments" has a piece of JSON; "end" and
-    "cut" (the answer ended within the call) have the call's source.  call_id: of the model, or "".
+    "cut" (the answer ends first) have the call's source.  call_id: of the model, or "".
     """
 
     kind: Kind
@@ -65,7 +65,7 @@ def is_object(text: str) -> bool:
 
 
 def object_start(text: str) -> dict[str, Any] | None:
-    """The whole values of an object cut anywhere; None for other text."""
+    """Whole values of a cut object, or None."""
     try:
         found = from_json(text.strip() or "{", allow_partial=True)
     except ValueError:
